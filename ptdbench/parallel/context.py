@@ -46,7 +46,7 @@ class Positions:
         """Number of pieces of a sequence."""
         return self.ranks * (1 + self.paired)
 
-    def own(self, tensor: Tensor, dimension: int) -> Tensor:
+    def share(self, tensor: Tensor, dimension: int) -> Tensor:
         """Return this rank's share of a whole sequence, whose length is a multiple of :attr:`pieces`."""
         assert tensor.shape[dimension] % self.pieces == 0  # refused before
         pieces = tensor.tensor_split(self.pieces, dimension)
@@ -155,7 +155,7 @@ class Sliced(Engine):
 
     def _share(self, tensor: Tensor) -> Tensor:
         """Return this rank's positions of ``[batch, length]``."""
-        return self._positions.own(tensor, _POSITIONS)
+        return self._positions.share(tensor, _POSITIONS)
 
     def _mean(self, loss: Tensor) -> Tensor:
         """Return the mean over the ranks on the rank that owns the loss, else zero."""

@@ -10,16 +10,16 @@ STD = (0.2, 0.25, 0.5)
 
 def pictures(count, height=6, width=5):
     """No pixel is black, so that the border can be told from the image, and none can be written to."""
-    found = np.random.default_rng(0).integers(1, 256, (count, height, width, 3), dtype=np.uint8)
-    found.setflags(write=False)
-    return found
+    images = np.random.default_rng(0).integers(1, 256, (count, height, width, 3), dtype=np.uint8)
+    images.setflags(write=False)
+    return images
 
 
 def places(before, after, padding):
     """By how much each image was moved and whether it was mirrored, found by trying everything."""
     height, width = before.shape[1:3]
     bordered = np.pad(before, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
-    found = []
+    shifts = []
     for source, result in zip(bordered, after, strict=True):
         (place,) = [
             (top, left, mirrored)
@@ -28,8 +28,8 @@ def places(before, after, padding):
             for mirrored in (False, True)
             if (source[top : top + height, left : left + width][:, :: -1 if mirrored else 1] == result).all()
         ]
-        found.append(place)
-    return np.array(found)
+        shifts.append(place)
+    return np.array(shifts)
 
 
 def test_shifted_images_are_padded_crops():
@@ -54,9 +54,9 @@ def test_normalization_equals_torchvisions(channels_last):
     from torchvision.transforms.v2.functional import normalize
 
     images = pictures(4).copy()
-    found = normalized(images, MEAN, STD, channels_last=channels_last)
+    ours = normalized(images, MEAN, STD, channels_last=channels_last)
     planes = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
-    torch.testing.assert_close(found, normalize(planes, list(MEAN), list(STD)), rtol=1e-6, atol=1e-6)
-    assert found.dtype == torch.float32
+    torch.testing.assert_close(ours, normalize(planes, list(MEAN), list(STD)), rtol=1e-6, atol=1e-6)
+    assert ours.dtype == torch.float32
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    assert found.is_contiguous(memory_format=layout)
+    assert ours.is_contiguous(memory_format=layout)

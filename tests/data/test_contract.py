@@ -49,13 +49,13 @@ def made(name: str, folder: Path, seed: int) -> Data:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the sources read."""
-    found = tmp_path_factory.mktemp("sources")
-    small_cifar10.write(found / "cifar")
-    (found / "texts").mkdir()
+    root = tmp_path_factory.mktemp("sources")
+    small_cifar10.write(root / "cifar")
+    (root / "texts").mkdir()
     for number in range(40):
-        (found / "texts" / f"{number}.txt").write_text(f"document {number:02}")
-    image_files(found / "images")
-    return found
+        (root / "texts" / f"{number}.txt").write_text(f"document {number:02}")
+    image_files(root / "images")
+    return root
 
 
 pytestmark = pytest.mark.usefixtures("cache")

@@ -58,9 +58,9 @@ def small_blocks(monkeypatch):
 )
 def test_long_documents_are_cut_at_lines(tmp_path, small_blocks, text, expected):
     (tmp_path / "long.txt").write_bytes(text)
-    found = list(blocks(Part(files_at(tmp_path))))
-    assert [block.text for block in found] == expected
-    assert [block.is_last for block in found] == [False] * (len(expected) - 1) + [True]
+    text_blocks = list(blocks(Part(files_at(tmp_path))))
+    assert [block.text for block in text_blocks] == expected
+    assert [block.is_last for block in text_blocks] == [False] * (len(expected) - 1) + [True]
     assert text_of(files_at(tmp_path)) == text + b"\0"
 
 
@@ -92,9 +92,9 @@ def test_block_sizes_sum_to_document_size(tmp_path, small_blocks):
     (tmp_path / "a.txt").write_bytes(b"0123456789" * 3)
     jsonl(tmp_path / "b.jsonl", "ab\ncdefghij", 'quotes " take \n more')
     files = files_at(tmp_path)
-    found = list(blocks(Part(files)))
-    assert [block.text for block in found][5:8] == [b"ab\n", b"cdefghi", b"j"]  # a long line is cut like a file
-    sizes = [sum(thing.size for thing in things) for things in (found, Part(files), files)]
+    text_blocks = list(blocks(Part(files)))
+    assert [block.text for block in text_blocks][5:8] == [b"ab\n", b"cdefghi", b"j"]  # a long line is cut like a file
+    sizes = [sum(thing.size for thing in things) for things in (text_blocks, Part(files), files)]
     assert sizes == [sizes[0]] * 3
 
 
@@ -204,9 +204,9 @@ def test_identity_changes_with_size_time_or_name(folder):
 
 def test_standard_library_excludes_tests_and_packages():
     root = Path(sysconfig.get_path("stdlib")).resolve()
-    found = {file.path.relative_to(root).as_posix() for file in standard_library()}
-    assert found == {file.name for file in standard_library()}
-    assert {"os.py", "argparse.py", "json/decoder.py"} <= found
-    assert all(name.endswith(".py") for name in found)
-    assert not [name for name in found if {"site-packages", "test", "tests"} & set(name.split("/"))]
+    names = {file.path.relative_to(root).as_posix() for file in standard_library()}
+    assert names == {file.name for file in standard_library()}
+    assert {"os.py", "argparse.py", "json/decoder.py"} <= names
+    assert all(name.endswith(".py") for name in names)
+    assert not [name for name in names if {"site-packages", "test", "tests"} & set(name.split("/"))]
     assert sum(file.size for file in standard_library()) > 5_000_000

@@ -19,7 +19,7 @@ def grey(images):
     return values[:, 0].round().to(torch.uint8).contiguous().numpy()
 
 
-def known(images, labels):
+def sorted_pairs(images, labels):
     return sorted((image.astype(np.uint8).tobytes(), int(label)) for image, label in zip(images, labels, strict=True))
 
 
@@ -27,16 +27,16 @@ def test_parts_are_all_images_of_scikit_learn():
     data = Digits(seed=0, shift=0)
     images, labels = data.samples(0, EPOCH)
     held_images, held_labels = data.held_out.samples(0, 360)
-    original = known(load_digits().images, load_digits().target)
+    original = sorted_pairs(load_digits().images, load_digits().target)
     assert len(data.held_out) == 360
-    assert known(np.concatenate([grey(images), grey(held_images)]), torch.cat([labels, held_labels])) == original
+    assert sorted_pairs(np.concatenate([grey(images), grey(held_images)]), torch.cat([labels, held_labels])) == original
     assert abs(images.mean()) < 0.01
     assert abs(images.std() - 1) < 0.01
     data = Digits(seed=0, held_out=0, shift=0)  # nothing need be held out
     data.prepare()
     assert data.held_out is None
     images, labels = data.samples(0, 1797)
-    assert known(grey(images), labels) == original
+    assert sorted_pairs(grey(images), labels) == original
 
 
 def test_images_shift_every_epoch_unmirrored():

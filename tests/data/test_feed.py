@@ -89,8 +89,8 @@ def a_signal_to_all_processes_is_left_to_the_rank() -> None:
     maker = int(feed(0)[1][0])
     for step, number in enumerate((signal.SIGINT, signal.SIGUSR2, signal.SIGTERM), start=1):
         os.kill(maker, number)
-        found = [feed(3 * step - 2 + ahead)[1][0].item() for ahead in range(3)]  # more than were ready
-        assert found == [maker] * 3
+        makers = [feed(3 * step - 2 + ahead)[1][0].item() for ahead in range(3)]  # more than were ready
+        assert makers == [maker] * 3
     feed.close()
 
 
@@ -98,7 +98,7 @@ class Collects(Reveals):
     """Says whether a collection here would see a circle that was garbage in the rank before."""
 
     def samples(self, start, stop):
-        seen = any(isinstance(one, Circle) for one in gc.get_objects())
+        seen = any(isinstance(item, Circle) for item in gc.get_objects())
         return torch.arange(start, stop), torch.tensor([seen] * (stop - start))
 
 
@@ -189,7 +189,7 @@ class Cuda:
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("samples", "told"),
     [
         ((torch.zeros(3, 6), torch.zeros(3)), r"\(3, 6\) and \(3,\)"),
         ((torch.zeros(4, 5), torch.zeros(4)), r"\(4, 5\) and \(4,\)"),
@@ -197,8 +197,8 @@ class Cuda:
         ((np.zeros((4, 6)), np.zeros(4)), "ndarray and ndarray"),
     ],
 )
-def test_samples_of_wrong_shape_are_refused(monkeypatch, found, told):
-    monkeypatch.setattr(Largest, "samples", lambda *_: found)
+def test_samples_of_wrong_shape_are_refused(monkeypatch, samples, told):
+    monkeypatch.setattr(Largest, "samples", lambda *_: samples)
     rule = rf"^Largest\.samples\(20, 24\) must return tensors of shape \(4, 6\) and \(4,\), .*, and returns {told}$"
     with pytest.raises(TypeError, match=rule):
         Feed(Largest(seed=0), rows, CPU)(2)

@@ -63,8 +63,8 @@ class TestSamples:
         for chance in range(50):
             torch.manual_seed(chance)
             wanted = v2.RandomResizedCrop(32).make_params([image])
-            found = image_folder._crop(*size, torch.Generator().manual_seed(chance))
-            assert dict(zip(("top", "left", "height", "width"), found, strict=True)) == wanted
+            crop = image_folder._crop(*size, torch.Generator().manual_seed(chance))
+            assert dict(zip(("top", "left", "height", "width"), crop, strict=True)) == wanted
 
     def test_come_from_files_of_any_kind_and_depth(self, root):
         folder = root / "train" / "cat" / "more" / "and more"

@@ -26,24 +26,24 @@ def test_large_numbers_wrap_without_a_warning():
 def orders(count, seed, number):
     """What torch gives epoch by epoch."""
     sampler = DistributedSampler(list(range(count)), num_replicas=1, rank=0, shuffle=True, seed=seed)
-    found = []
+    items = []
     for epoch in range(number):
         sampler.set_epoch(epoch)
-        found += list(sampler)
-    return found
+        items += list(sampler)
+    return items
 
 
 @pytest.mark.parametrize(("count", "seed"), [(7, 0), (10, 3), (1, 0)])
 def test_order_equals_distributed_sampler(count, seed):
-    found = Epochs(count, seed).indices(0, 5 * count)
-    assert found.dtype == np.int64
-    assert found.tolist() == orders(count, seed, 5)
+    indices = Epochs(count, seed).indices(0, 5 * count)
+    assert indices.dtype == np.int64
+    assert indices.tolist() == orders(count, seed, 5)
 
 
 def test_large_seeds_differ():
     # torch's generator is seeded with 64 bits, and makes use of 32 of them
-    found = {tuple(Epochs(50, seed).indices(100, 150)) for seed in (0, 1, 2**63 - 1, 2**64 - 7, 2**64 + 17)}
-    assert len(found) == 5
+    orders_of = {tuple(Epochs(50, seed).indices(100, 150)) for seed in (0, 1, 2**63 - 1, 2**64 - 7, 2**64 + 17)}
+    assert len(orders_of) == 5
 
 
 def test_epoch_order_is_computed_once(monkeypatch):

@@ -242,8 +242,8 @@ class TestIdentity:
     def test_changes_with_text_split_and_tokenizer(self, folder, tmp_path):
         pairs = str(tiny_tokenizer.pairs(tmp_path / "pairs.json", "document 0"))
         options = [{}, {"held_out": 0.2}, {"held_out": 0.7}, {"tokenizer": pairs, "vocabulary": 320}]
-        found = [text(folder, **more).identity for more in options]
+        identities = [text(folder, **more).identity for more in options]
         (folder / "3.txt").write_text("document 08")
         os.utime(folder / "3.txt", ns=(1, 1))
-        found += [text(folder, **more).identity for more in options]
-        assert len(set(found)) == 8
+        identities += [text(folder, **more).identity for more in options]
+        assert len(set(identities)) == 8

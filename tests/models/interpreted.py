@@ -47,12 +47,12 @@ def errors(losses: Tensor, gradient: Tensor, wanted: tuple[Tensor, Tensor]) -> l
     rounding = torch.finfo(gradient.dtype).eps * wanted[1].abs() / (1 if gradient.dtype == torch.bfloat16 else 2)
     beyond = (gradient.double() - wanted[1]).abs() - rounding
     relative = (losses.double() - wanted[0]).abs() / wanted[0].clamp(min=1)
-    return [(one.max() / torch.finfo(torch.float32).eps).item() for one in (relative, beyond)]
+    return [(error.max() / torch.finfo(torch.float32).eps).item() for error in (relative, beyond)]
 
 
 def ordinary() -> dict[str, Any]:
     """Each dtype and size of a vocabulary."""
-    found = {}
+    results = {}
     for dtype in DTYPES:
         for vocabulary in VOCABULARIES:
             logits, targets = logits_of(5, vocabulary, dtype)
@@ -61,13 +61,13 @@ def ordinary() -> dict[str, Any]:
             assert torch.equal(logits, kept)
             losses = softmax_triton.cross_entropy_(logits, targets, gradient=True)
             assert torch.equal(losses, unchanged)
-            found[f"{dtype} {vocabulary}"] = errors(losses, logits, wanted)
-    return found
+            results[f"{dtype} {vocabulary}"] = errors(losses, logits, wanted)
+    return results
 
 
 def extreme() -> dict[str, Any]:
     """Logits near the end of what a dtype holds, -inf, and targets that are nearly certain."""
-    found = {}
+    results = {}
     for dtype in DTYPES:
         logits, targets = logits_of(6, 1025, dtype, 1e4)
         logits[1], logits[2] = -torch.finfo(dtype).max, torch.finfo(dtype).max
@@ -77,8 +77,8 @@ def extreme() -> dict[str, Any]:
         logits[4, targets[4]] = 14.0  # of which e-6 * 1024 is left
         wanted = expected(logits, targets)
         losses = softmax_triton.cross_entropy_(logits, targets, gradient=True)
-        found[str(dtype)] = errors(losses, logits, wanted)
-    return found
+        results[str(dtype)] = errors(losses, logits, wanted)
+    return results
 
 
 def outside() -> list[bool]:
@@ -90,17 +90,17 @@ def outside() -> list[bool]:
 
 def shared() -> dict[str, Any]:
     """Two shares of a vocabulary, one after the other: what they agree on is put together by hand."""
-    found = {}
+    results = {}
     for dtype in DTYPES:
         logits, targets = logits_of(5, 1025, dtype)
         wanted, parts, first = expected(logits, targets), logits.split(1000, dim=1), [targets, targets - 1000]
-        maxima, totals, own = zip(*map(softmax_triton.softmax_statistics, parts, first), strict=True)
+        maxima, totals, at_target = zip(*map(softmax_triton.softmax_statistics, parts, first), strict=True)
         largest = torch.stack(maxima).amax(0)
-        total = sum(one * (most - largest).exp() for one, most in zip(totals, maxima, strict=True))
+        total = sum(part_total * (most - largest).exp() for part_total, most in zip(totals, maxima, strict=True))
         for part, positions in zip(parts, first, strict=True):
             softmax_triton.softmax_gradient_(part, positions, largest, total)
-        found[str(dtype)] = errors(total.log() - (sum(own) - largest), logits, wanted)
-    return found
+        results[str(dtype)] = errors(total.log() - (sum(at_target) - largest), logits, wanted)
+    return results
 
 
 def whole() -> dict[str, Any]:
@@ -127,7 +127,7 @@ def whole() -> dict[str, Any]:
         mock.patch.multiple(linear_cross_entropy, LOGITS_CPU=1, LEAST_ROWS=8),
     ):
         return {
-            name: max((one - other).abs().max().item() for one, other in zip(of(way), usual, strict=True))
+            name: max((ours - other).abs().max().item() for ours, other in zip(of(way), usual, strict=True))
             for name, way in ways.items()
         }
 

@@ -81,13 +81,13 @@ def particular(number, first):
     return {}
 
 
-def through(one):
+def through(step):
     """A net in which this is done with each block and the hidden state."""
 
     def forward(self, inputs):
         hidden = self.stem(inputs)
         for block in self.blocks:
-            hidden = one(block, hidden)
+            hidden = step(block, hidden)
         return self.head(hidden)
 
     return net(forward)
@@ -281,7 +281,7 @@ def test_modules_without_weights_join_a_piece():
 def test_chain_refusals(build, reason):
     module = build()
     with pytest.raises(chain.NoChain, match=f"^{re.escape(reason)}$"):
-        chain.Chain(module, chain.repeated(module), lambda one, x: one(x), lambda found, _: found, example()[0])
+        chain.Chain(module, chain.repeated(module), lambda net, x: net(x), lambda outputs, _: outputs, example()[0])
 
 
 def test_repeated_weights_are_no_chain():

@@ -26,11 +26,11 @@ def test_repeated_keys_equal_the_grouped_kernel(monkeypatch):
     [(True, torch.float32, False), (True, torch.bfloat16, True), (False, torch.float32, True)],
 )
 def test_grouped_kernel_by_device_and_dtype(is_cuda, dtype, has, monkeypatch):
-    asked = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, device="cuda")
+    query = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, device="cuda")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=8))
-    assert decoder._has_grouped_kernel(asked) == has
+    assert decoder._has_grouped_kernel(query) == has
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=7))  # has it not
-    assert decoder._has_grouped_kernel(asked) == (not is_cuda)
+    assert decoder._has_grouped_kernel(query) == (not is_cuda)
 
 
 def test_tied_weight_has_both_gradients():

@@ -46,8 +46,8 @@ def variant(forward=Plain.forward, base=Plain, **parts):
 
 
 def returns_row(self, x, targets=None):
-    found = TakesTargets.forward(self, x, targets)
-    return found if targets is None else found[None]
+    outputs = TakesTargets.forward(self, x, targets)
+    return outputs if targets is None else outputs[None]
 
 
 class WithBoth(Plain):

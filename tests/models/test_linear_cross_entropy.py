@@ -36,9 +36,9 @@ def with_gradients(loss_of, hidden, weight, targets, scale=1.0):
     return (loss.detach(), *torch.autograd.grad(loss * scale, (hidden, weight)))
 
 
-def assert_close(found, expected, share=None, dtype=None):
+def assert_close(ours, expected, share=None, dtype=None):
     """All of these are alike, by default as torch finds it, else to a share of the largest number of each."""
-    for got, want in zip(found, expected, strict=True):
+    for got, want in zip(ours, expected, strict=True):
         assert dtype in (None, got.dtype)
         tolerance = {} if share is None else {"rtol": 0, "atol": share * want.abs().max().item()}
         torch.testing.assert_close(got, want, **tolerance)
@@ -75,10 +75,10 @@ def test_wide_products_are_used(monkeypatch, rows):
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
     monkeypatch.setattr(module, "has_wide_products", lambda device: True)
-    found = with_gradients(linear_cross_entropy, *inputs, targets)
+    ours = with_gradients(linear_cross_entropy, *inputs, targets)
     kinds = ["mm"] + ["addmm"] * ((rows - 1) // 8)
     assert calls == [(kind, torch.bfloat16, torch.float32) for kind in kinds]
-    assert_close(found, usual, 0.02)
+    assert_close(ours, usual, 0.02)
 
 
 @pytest.mark.usefixtures("eight_rows")
@@ -123,8 +123,8 @@ def test_only_cuda_has_wide_products(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_weights_give_a_wide_loss(dtype):
     inputs = case()
-    found = with_gradients(lambda h, w, t: linear_cross_entropy(h.to(dtype), w.to(dtype), t), *inputs, 64.0)
-    assert_close(found, with_gradients(plain, *inputs, 64.0), 0.02, torch.float32)
+    ours = with_gradients(lambda h, w, t: linear_cross_entropy(h.to(dtype), w.to(dtype), t), *inputs, 64.0)
+    assert_close(ours, with_gradients(plain, *inputs, 64.0), 0.02, torch.float32)
 
 
 def test_small_probabilities_survive_fp16():
@@ -197,7 +197,7 @@ def test_kept_graph_repeats_gradients():
     loss = linear_cross_entropy(hidden, weight, targets)
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(loss, (hidden, weight))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(torch.equal(gradient, other) for gradient, other in zip(first, second, strict=True))
 
 
 @pytest.mark.usefixtures("eight_rows")

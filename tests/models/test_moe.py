@@ -41,14 +41,14 @@ def test_latent_attention_is_causal():
     model = moe(latent_width=16, rotary_width=4, head_width=8)
     tokens = torch.randint(60, (1, 24), generator=torch.Generator().manual_seed(1))
     changed = torch.cat([tokens[:, :12], 59 - tokens[:, 12:]], dim=1)
-    one, other = model(tokens), model(changed)
-    torch.testing.assert_close(one[:, :12], other[:, :12])
-    assert not torch.allclose(one[:, 12:], other[:, 12:])
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :12], after[:, :12])
+    assert not torch.allclose(before[:, 12:], after[:, 12:])
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 5], [0, 0, 0], [0, 8, 0]])
 def test_grouped_equals_loop(sizes):
-    found = []
+    results = []
     for product in ("grouped", "loop"):
         torch.manual_seed(0)
         experts = Experts(3, 8, 16, product)
@@ -57,9 +57,9 @@ def test_grouped_equals_loop(sizes):
         tokens = torch.randn(sum(sizes), 8, requires_grad=True)
         outputs = experts(tokens, torch.tensor(sizes))
         (outputs * torch.arange(8)).sum().backward()
-        found.append([outputs.detach(), tokens.grad, *(weight.grad for weight in experts.parameters())])
-    torch.testing.assert_close(*found)
-    assert all(gradient.abs().sum() > 0 for gradient in found[0][1:] if gradient.numel()) == (sum(sizes) > 0)
+        results.append([outputs.detach(), tokens.grad, *(weight.grad for weight in experts.parameters())])
+    torch.testing.assert_close(*results)
+    assert all(gradient.abs().sum() > 0 for gradient in results[0][1:] if gradient.numel()) == (sum(sizes) > 0)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 8), (torch.float16, 8)])
@@ -78,10 +78,10 @@ def test_take_equals_indexing(numbers):
     order, rows = torch.tensor(numbers, dtype=torch.int64), torch.randn(3, 4, dtype=torch.float64)
     ours, plain = rows.clone().requires_grad_(), rows.clone().requires_grad_()
     places, weights = places_in(order, 6), torch.randn(6, 4, dtype=torch.float64)
-    found = take(take(ours, order, places, copies=2).square(), places, order)
+    taken = take(take(ours, order, places, copies=2).square(), places, order)
     expected = torch.zeros(6, 4, dtype=torch.float64).index_copy(0, order, plain[order // 2].square())
-    assert torch.equal(found, expected)
-    for result in (found, expected):
+    assert torch.equal(taken, expected)
+    for result in (taken, expected):
         (result * weights).sum().backward()
     torch.testing.assert_close(ours.grad, plain.grad)
 
@@ -89,11 +89,11 @@ def test_take_equals_indexing(numbers):
 def router(capacity=None, tokens=40, **options):
     """A router with random weights, and what it says of some tokens."""
     torch.manual_seed(3)
-    found = Router(8, 4, 2, capacity, RouterOptions(**options))
-    nn.init.normal_(found.weight)
-    nn.init.constant_(found.load, 0.25)
-    nn.init.zeros_(found.bias)
-    return found, torch.randn(2, tokens // 2, 8, requires_grad=True)
+    routing = Router(8, 4, 2, capacity, RouterOptions(**options))
+    nn.init.normal_(routing.weight)
+    nn.init.constant_(routing.load, 0.25)
+    nn.init.zeros_(routing.bias)
+    return routing, torch.randn(2, tokens // 2, 8, requires_grad=True)
 
 
 def test_choices_are_sorted_and_counted_once():
@@ -107,7 +107,7 @@ def test_choices_are_sorted_and_counted_once():
     assert counts.tolist() == [(experts == expert).sum().item() for expert in range(4)]
     assert not chooses.counts  # nothing has been trained by it yet
     (weights**2).sum().backward()
-    assert [one.tolist() for one in chooses.counts] == [[*counts.tolist(), 0]]
+    assert [counted.tolist() for counted in chooses.counts] == [[*counts.tolist(), 0]]
 
 
 def test_capacity_drops_the_last_choices():

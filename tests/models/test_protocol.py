@@ -210,7 +210,7 @@ class TestDefaultLoss:
 def divided_among_ranks() -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
     """What each model that has roles computes whole, and divided by them; the weights of cut layers are halves."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found = {}
+    outputs_of = {}
     for family, sequence in product(FAMILIES, (False, True)):
         torch.manual_seed(0)
         model, inputs, targets = FAMILIES[family]()
@@ -225,8 +225,8 @@ def divided_among_ranks() -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
         tied = {second.removesuffix(".weight") for _, second in model.tied()}
         assert {f"{name}.weight" for name in roles - tied} <= cut
         divided = model(inputs).detach(), model(inputs, targets).detach()
-        found[f"{family}, {sequence}"] = [*zip(whole, divided, strict=True)]
-    return found
+        outputs_of[f"{family}, {sequence}"] = [*zip(whole, divided, strict=True)]
+    return outputs_of
 
 
 @pytest.mark.ranks

@@ -16,7 +16,7 @@ MOST = 8
 
 
 @pytest.fixture(scope="module")
-def found(environ):
+def results(environ):
     if find_spec("triton") is None:
         pytest.skip("left out: Triton is not installed")
     done = subprocess.run(
@@ -29,19 +29,19 @@ def found(environ):
 
 
 @pytest.mark.parametrize("of", ["ordinary", "extreme", "shared"])
-def test_kernels_equal_fp64_up_to_rounding(found, of):
+def test_kernels_equal_fp64_up_to_rounding(results, of):
     """Of fp32, bf16 and fp16, of vocabularies of several blocks, and with logits at the ends of what a dtype holds."""
-    assert len(found[of]) in (3, 9)
-    assert {case: worst for case, worst in found[of].items() if not max(worst) <= MOST} == {}
+    assert len(results[of]) in (3, 9)
+    assert {case: worst for case, worst in results[of].items() if not max(worst) <= MOST} == {}
 
 
-def test_invalid_target_has_a_nan_loss(found):
-    assert found["outside"] == [False, True, False]
+def test_invalid_target_has_a_nan_loss(results):
+    assert results["outside"] == [False, True, False]
 
 
-def test_head_is_equal_eager_and_compiled(found):
-    assert set(found["whole"]) == {"eager", "graph", "share", "graph of a share"}
-    assert max(found["whole"].values()) < 1e-5
+def test_head_is_equal_eager_and_compiled(results):
+    assert set(results["whole"]) == {"eager", "graph", "share", "graph of a share"}
+    assert max(results["whole"].values()) < 1e-5
 
 
 @pytest.mark.gpu

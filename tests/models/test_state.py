@@ -69,7 +69,7 @@ def content(module: Stateful) -> list[Any]:
     others = [sorted(map(str, module.table)), module.more.steps, module.held[0].p, module.held[1].steps]
     modes = [part.training for part in module.modules()], [weight.requires_grad for weight in module.parameters()]
     return [
-        [(id(one), one.tolist()) for one in kept],
+        [(id(tensor), tensor.tolist()) for tensor in kept],
         copy.deepcopy(plain),
         others,
         modes,
@@ -88,7 +88,7 @@ def test_restore_undoes_a_pass(module, passes):
     module.norm.eval()
     module.linear.bias.requires_grad_(False)
     after = content(module)
-    assert all(one != other for one, other in zip(before[:4], after[:4], strict=True))
+    assert all(former != other for former, other in zip(before[:4], after[:4], strict=True))
     state.restore()
     assert content(module) == before
     assert all(weight.grad is None for weight in module.parameters())

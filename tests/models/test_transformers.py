@@ -73,7 +73,7 @@ def from_llama(state, groups):
     for name, tensor in state.items():
         before, is_query, _ = name.partition("q_proj")
         if is_query:  # the three matrices of a block become one, group by group
-            three = [state[f"{before}{one}_proj.weight"].unflatten(0, (groups, -1)) for one in "qkv"]
+            three = [state[f"{before}{letter}_proj.weight"].unflatten(0, (groups, -1)) for letter in "qkv"]
             weights[renamed(f"{before}qkv_proj.weight")] = torch.cat(three, dim=1).flatten(0, 1)
         elif not name.endswith(("k_proj.weight", "v_proj.weight")):
             weights[renamed(name)] = tensor

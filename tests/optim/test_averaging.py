@@ -69,7 +69,7 @@ class NoDTensors(TorchDispatchMode):
     """Fails where an operation takes a DTensor, which costs the host more than the step of an optimizer."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert not any(issubclass(one, DTensor) for one in types), operation
+        assert not any(issubclass(kind, DTensor) for kind in types), operation
         return operation(*args, **(kwargs or {}))
 
 

@@ -10,35 +10,35 @@ from tests.conftest import read
 
 
 def by_name(model: nn.Module) -> dict[str, str]:
-    found = rules(model)
-    return {name: found[weight] for name, weight in model.named_parameters(remove_duplicate=False)}
+    of_weight = rules(model)
+    return {name: of_weight[weight] for name, weight in model.named_parameters(remove_duplicate=False)}
 
 
 class TestRules:
     @pytest.mark.parametrize("tied", [True, False])
     def test_of_a_decoder(self, tied):
         model = GPT(layers=1, heads=1, width=4, sequence_length=3, vocabulary=5, tie_weights=tied)
-        found = by_name(model)
-        assert {name: rule for name, rule in found.items() if rule not in ("matrices", "vectors")} == {
+        of_name = by_name(model)
+        assert {name: rule for name, rule in of_name.items() if rule not in ("matrices", "vectors")} == {
             "embedding.token.weight": "embeddings",
             "embedding.position.weight": "embeddings",
             "head.projection.weight": "embeddings" if tied else "head",
         }
-        assert [name for name, rule in found.items() if rule == "matrices"] == [
+        assert [name for name, rule in of_name.items() if rule == "matrices"] == [
             f"blocks.0.{name}.weight"
             for name in ("attention.query_key_value", "attention.output", "mlp.up", "mlp.down")
         ]
-        assert found["head.norm.weight"] == found["blocks.0.mlp.up.bias"] == "vectors"
+        assert of_name["head.norm.weight"] == of_name["blocks.0.mlp.up.bias"] == "vectors"
 
     def test_of_convolutions(self):
-        found = by_name(ResNet(depth=18, classes=10))
-        assert {found[name] for name in found if name.endswith("bias")} == {"vectors"}
-        assert set(found.values()) == {"kernels", "head", "vectors"}
+        of_name = by_name(ResNet(depth=18, classes=10))
+        assert {of_name[name] for name in of_name if name.endswith("bias")} == {"vectors"}
+        assert set(of_name.values()) == {"kernels", "head", "vectors"}
 
     def test_of_a_model_without_known_names(self):
         model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2), nn.Softmax(-1))
-        found = by_name(model)
-        assert [found[f"{number}.weight"] for number in range(4)] == ["embeddings", "matrices", "vectors", "head"]
+        of_name = by_name(model)
+        assert [of_name[f"{number}.weight"] for number in range(4)] == ["embeddings", "matrices", "vectors", "head"]
 
 
 class TestGroups:

@@ -23,14 +23,14 @@ def train(module: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = ST
     tokens = torch.arange(14).reshape(2, 7) % 7
     for _ in range(steps):
         module(tokens).square().mean().backward()
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     return module
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
+def same(first: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first.parameters(), other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw", "spectral_unclamped"])

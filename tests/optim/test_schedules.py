@@ -38,9 +38,9 @@ def test_cosine_is_torchs_and_stays_at_its_end():
 
 
 def test_cosine_after_a_warm_up():
-    found = factors(Cosine(warmup_steps=10, final=0.0))
-    assert found[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert found[10:] == factors(Cosine(final=0.0), STEPS - 10)
+    rates = factors(Cosine(warmup_steps=10, final=0.0))
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert rates[10:] == factors(Cosine(final=0.0), STEPS - 10)
 
 
 def test_one_cycle_is_torchs():
@@ -51,8 +51,8 @@ def test_one_cycle_is_torchs():
         )
     )  # fmt: skip
     # One step more than there are, as torch's counts the rate after the last; its top is then at 0.25 * 41 - 1.
-    found = [OneCycle(rise=9.25 / 40, first=0.05, final=0.05 / 1e9).factor(step, STEPS + 1) for step in range(STEPS)]
-    assert found == pytest.approx(expected)
+    rates = [OneCycle(rise=9.25 / 40, first=0.05, final=0.05 / 1e9).factor(step, STEPS + 1) for step in range(STEPS)]
+    assert rates == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", [Constant(3), Cosine(3), OneCycle(), Cosine(warmup_steps=5), OneCycle(rise=0.0)])

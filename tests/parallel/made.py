@@ -79,8 +79,8 @@ def calls_of(step: Callable[[], object]) -> Sequence[Call]:
         with profiled(CPU) as taken, record_function(trace.STEP):
             step()
         taken.export_chrome_trace(str(path))
-        found = trace.read(path)
-    return [call for call in found.calls if call.start >= found.steps[0][0]]
+        steps_trace = trace.read(path)
+    return [call for call in steps_trace.calls if call.start >= steps_trace.steps[0][0]]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def is_on(page: str, mistakes: Mistakes) -> bool:
     """Whether a page of docs/ has the table of these mistakes; prints the table, to be copied, if it has not."""
     rows = [f"| {name} | {', '.join(where)} |" for name, (_, *where) in mistakes.items()]
     table = "\n".join(["| mistake | seen under |", "|---|---|", *rows])
-    found = table in (Path(__file__).parents[2] / "docs" / page).read_text()
-    if not found:
+    is_listed = table in (Path(__file__).parents[2] / "docs" / page).read_text()
+    if not is_listed:
         print(table)
-    return found
+    return is_listed

@@ -27,8 +27,8 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
         try:
             local.start(_in_rank, size, Path(folder), body, arguments)
         except local.RankDied as death:
-            told = [path.read_text() for path in sorted(Path(folder).rglob("*.txt"))]
-            raise AssertionError("\n".join([str(death), *told])) from None
+            reports = [path.read_text() for path in sorted(Path(folder).rglob("*.txt"))]
+            raise AssertionError("\n".join([str(death), *reports])) from None
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
@@ -55,13 +55,13 @@ def each(body: Callable[..., Any], cases: Iterable[Any]) -> dict[Any, Any]:
 
     ``on_ranks(2, each, body, cases)`` starts the ranks once for all cases.
     """
-    found = {}
+    results = {}
     for case in cases:
         try:
-            found[case] = body(*case) if isinstance(case, tuple) else body(case)
+            results[case] = body(*case) if isinstance(case, tuple) else body(case)
         except Exception as error:
             raise AssertionError(f"in the case {case}") from error
-    return found
+    return results
 
 
 def _in_rank(environ: Mapping[str, str], folder: Path, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

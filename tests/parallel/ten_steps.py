@@ -32,30 +32,30 @@ def sgd(weights: Any) -> torch.optim.Optimizer:
 
 def by_hand(model: Any, batch: int) -> list[list[float]]:
     """Losses and norms of gradients without any of what lays a model out."""
-    found, optimizer = [], sgd(with_weights(model).named_parameters())
+    numbers, optimizer = [], sgd(with_weights(model).named_parameters())
     for step in range(STEPS):
         loss = model(*samples(step, batch))
         loss.backward()
-        found.append([loss.item(), get_total_norm([weight.grad for weight in model.parameters()]).item()])
+        numbers.append([loss.item(), get_total_norm([weight.grad for weight in model.parameters()]).item()])
         for router in (part for part in model.modules() if isinstance(part, Router)):
             (counts,) = router.counts
             router.balance(counts[:-1])
             router.counts.clear()
         optimizer.step()
         optimizer.zero_grad()
-    assert abs(found[-1][0] / found[0][0] - 1) > 1e-2
-    return found
+    assert abs(numbers[-1][0] / numbers[0][0] - 1) > 1e-2
+    return numbers
 
 
 def by_engine(engine: Engine, layout: BatchPlan, replica: int) -> list[list[float]]:
     """In a rank: the same under a layout."""
-    found, optimizer = [], engine.optimizer(sgd)
+    numbers, optimizer = [], engine.optimizer(sgd)
     for step in range(STEPS):
         first, beyond = (row - step * layout.global_batch for row in layout.rows(step, replica))
         inputs, targets = (tensor[first:beyond] for tensor in samples(step, layout.global_batch))
         loss = engine.gradients(inputs, targets, unscaled)
         dist.all_reduce(loss)
-        found.append([loss.item() / layout.replicas, engine.gradient_norm().item()])
+        numbers.append([loss.item() / layout.replicas, engine.gradient_norm().item()])
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return numbers

@@ -66,11 +66,11 @@ def gradients(model: nn.Module) -> list[Tensor]:
 def test_gradients_are_bitwise_equal_to_keep(frugal, precision):
     plain, model = small(), small()
     names = list(model.state_dict())
-    for one in (plain, model):
-        cast_inputs(one, one.layers(), precision)
+    for net in (plain, model):
+        cast_inputs(net, net.layers(), precision)
     frugal(model.layers())
-    for one in (plain, model) if precision == "bf16" else ():
-        Copies(one, one.layers(), torch.bfloat16)
+    for net in (plain, model) if precision == "bf16" else ():
+        Copies(net, net.layers(), torch.bfloat16)
     assert list(model.state_dict()) == names
     for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
         assert torch.equal(ours, theirs)
@@ -131,12 +131,12 @@ def test_what_is_fetched_has_the_strides_it_had():
     run = _Run(nn.Module(), None, lambda _: None)
     fetches = [run.pack(saved) for saved in tensors]
     run.leave()
-    found = [fetch() for fetch in fetches]
-    for fetched, saved in zip(found, tensors, strict=True):
+    fetched_tensors = [fetch() for fetch in fetches]
+    for fetched, saved in zip(fetched_tensors, tensors, strict=True):
         assert torch.equal(fetched, saved)
         assert fetched.stride() == saved.stride()
         assert saved.numel() == 0 or fetched.data_ptr() != saved.data_ptr()
-    assert found[0].data_ptr() == found[1].data_ptr()
+    assert fetched_tensors[0].data_ptr() == fetched_tensors[1].data_ptr()
 
 
 def test_host_copies_are_contiguous():
@@ -155,7 +155,7 @@ def test_offload_keeps_wrapped_weights():
     layer = nn.Module()
     layer.weight = nn.Parameter(TwoTensor(*numbers))
     run = _Run(layer, None, lambda _: None)
-    saved = run.pack(TwoTensor(*(one.t() for one in numbers)))()
+    saved = run.pack(TwoTensor(*(number.t() for number in numbers)))()
     assert not run._copies
     assert saved.a.data_ptr() == numbers[0].data_ptr()
 

@@ -38,7 +38,7 @@ def exists(world: int, batch: int, pipeline: int, micro_batch: object, microbatc
 
 
 def test_layout_exists_iff_factors_multiply_to_batch():
-    found = refused = 0
+    accepted = refused = 0
     for case in product(WORLDS, BATCHES, (1, 2, 3, 4), MICRO_BATCHES, MICROBATCHES):
         world, batch, pipeline, size, count = case
         if pipeline == 1 and count != 1:
@@ -49,7 +49,7 @@ def test_layout_exists_iff_factors_multiply_to_batch():
             refused += 1
             assert not exists(*case), case
             continue
-        found += 1
+        accepted += 1
         assert layout.dims == Dims(replicate=world // pipeline, pipeline=pipeline), case
         factors = layout.replicas * layout.accumulation * layout.microbatches * layout.micro_batch
         assert factors == layout.global_batch == batch, case
@@ -57,7 +57,7 @@ def test_layout_exists_iff_factors_multiply_to_batch():
         assert count in ("auto", layout.microbatches), case
         if "auto" in (size, count):
             assert layout.accumulation == 1, case
-    assert found > 1000
+    assert accepted > 1000
     assert refused > 1000
 
 

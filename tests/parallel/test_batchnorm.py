@@ -58,7 +58,7 @@ def trained(norm: nn.BatchNorm2d, rows: slice) -> dict[str, Any]:
 
 def channels(*tensors: Tensor) -> tuple[Tensor, ...]:
     """One number a channel, to stand beside images."""
-    return tuple(one.double().view(1, -1, 1, 1) for one in tensors)
+    return tuple(channel.double().view(1, -1, 1, 1) for channel in tensors)
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
@@ -81,8 +81,8 @@ def kernels() -> dict[str, Callable[..., Any]]:
 
     def elemt(x: Tensor, weight: Any, bias: Any, mean: Tensor, inverse: Tensor, eps: float) -> Tensor:
         of_channels = channels(mean, inverse)
-        found = (x - of_channels[0]) * of_channels[1]
-        return (found if weight is None else found * channels(weight)[0] + channels(bias)[0]).float()
+        normal = (x - of_channels[0]) * of_channels[1]
+        return (normal if weight is None else normal * channels(weight)[0] + channels(bias)[0]).float()
 
     def backward_reduce(
         grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Any, *_: bool
@@ -93,11 +93,11 @@ def kernels() -> dict[str, Callable[..., Any]]:
     def backward_elemt(
         grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Any, total: Tensor, product: Tensor, count: Any
     ) -> Tensor:
-        center, scale, one, other = channels(mean, inverse, total / count.sum(), product / count.sum())
-        found = (grad - one - (x - center) * scale**2 * other) * scale
-        return (found if weight is None else found * channels(weight)[0]).float()
+        center, scale, mean_of_totals, mean_of_products = channels(mean, inverse, total / count.sum(), product / count.sum())
+        of_input = (grad - mean_of_totals - (x - center) * scale**2 * mean_of_products) * scale
+        return (of_input if weight is None else of_input * channels(weight)[0]).float()
 
-    return {one.__name__: one for one in (stats, gather_stats_with_counts, elemt, backward_reduce, backward_elemt)}
+    return {kernel.__name__: kernel for kernel in (stats, gather_stats_with_counts, elemt, backward_reduce, backward_elemt)}
 
 
 def in_rank() -> dict[Any, Any]:

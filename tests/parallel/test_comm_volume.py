@@ -191,7 +191,7 @@ def of_case(name: str) -> Seen:
             model, data.example(), layout, strategy, precision,
             recomputes="activations" in options, gathers=4 * by_muon,
         )),
-        sent, foreseen, held(engine, optimizer), [str(one.message) for one in warned],
+        sent, foreseen, held(engine, optimizer), [str(warning.message) for warning in warned],
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def held(engine: Engine, optimizer: torch.optim.Optimizer) -> Footprint:
 def storage(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory that these tensors are in, each counted once."""
     storages = [local_part(tensor.detach()).untyped_storage() for tensor in tensors]
-    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ over_cases = cases(
 @over_cases
 def test_sent_bytes_equal_the_formula(of_ranks, name):
     by_formula = of_ranks[0][name].by_formula
-    sent = {operation: sum(one[name].sent[operation] for one in of_ranks) / len(of_ranks) for operation in OPERATIONS}
+    sent = {operation: sum(of_rank[name].sent[operation] for of_rank in of_ranks) / len(of_ranks) for operation in OPERATIONS}
     unknown = {operation for operation, size in by_formula.items() if size is None}
     assert unknown == UNKNOWN.get(name, set())
     between = {operation: size for operation, size in by_formula.items() if isinstance(size, tuple)}
@@ -291,6 +291,6 @@ def test_real_model_is_not_run():
     for part in model.parts().values():
         part.register_forward_hook(lambda *_: ran.append(1))
     strategy = Strategy(replicate=2, pipeline=2, microbatches=2)
-    found = comm_bytes(CommModel(model, data(42).example(), layout_of(strategy, 4, BATCH), strategy))
+    volumes = comm_bytes(CommModel(model, data(42).example(), layout_of(strategy, 4, BATCH), strategy))
     assert not ran
-    assert set(found.values()) == {None}
+    assert set(volumes.values()) == {None}

@@ -34,14 +34,14 @@ Graphs = list[torch.fx.GraphModule]
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     """What is compiled, by a compiler that runs each graph as it is."""
-    found: Graphs = []
+    compiled_graphs: Graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        found.append(graph)
+        compiled_graphs.append(graph)
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    return found
+    return compiled_graphs
 
 
 def compiled(model: Any, how: Compile = "layers") -> Any:
@@ -56,7 +56,7 @@ def test_fp32_runs_get_no_tf32_advice(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         start_afresh("layers")
         compile_fx._warn_tf32_disabled.__wrapped__()
         warnings.warn(
@@ -64,7 +64,7 @@ def test_fp32_runs_get_no_tf32_advice(monkeypatch):
             " setting `torch.set_float32_matmul_precision('high')` for better performance.",
             stacklevel=1,
         )
-    assert told == []
+    assert warned == []
 
 
 def test_compile_processes_equal_threads(monkeypatch):
@@ -87,11 +87,11 @@ def test_equal_layers_share_a_graph(graphs, precision):
     """Casts of inputs are in it, and those of weights outside."""
     plain, model = small(), small()
     names = list(model.state_dict())
-    for one in (plain, model):
-        cast_inputs(one, one.layers(), precision)
+    for net in (plain, model):
+        cast_inputs(net, net.layers(), precision)
     compiled(model)
-    for one in (plain, model) if precision == "bf16" else ():
-        Copies(one, [*one.layers(), *parts_outside_layers(one, one.layers(), one.parts().values())], torch.bfloat16)
+    for net in (plain, model) if precision == "bf16" else ():
+        Copies(net, [*net.layers(), *parts_outside_layers(net, net.layers(), net.parts().values())], torch.bfloat16)
     torch.testing.assert_close(model(tokens(), tokens()), plain(tokens(), tokens()))
     assert len(graphs) == 3
     assert list(model.state_dict()) == names
@@ -123,26 +123,26 @@ def test_reset_only_after_compilation(graphs, monkeypatch):
 
 
 def test_autotune_times_kernels(monkeypatch):
-    asked = []
+    compilations = []
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "compile", lambda forward, **options: asked.append(options) or forward)
+        patch.setattr(torch, "compile", lambda forward, **options: compilations.append(options) or forward)
         compiled(small(), "layers")
         compiled(small(), "autotune")
-    assert asked[:5] == [{"dynamic": False}] * 5
-    (options,) = {tuple(one.pop("options").items()) for one in asked[5:]}
-    assert asked[5:] == [{"dynamic": False}] * 5
+    assert compilations[:5] == [{"dynamic": False}] * 5
+    (options,) = {tuple(compilation.pop("options").items()) for compilation in compilations[5:]}
+    assert compilations[5:] == [{"dynamic": False}] * 5
     assert {("max_autotune", True), ("triton.enable_persistent_tma_matmul", True)} <= set(options)
     torch.compile(lambda x: x, options=dict(options))  # refuses options that it does not know
 
 
 def test_parts_within_layers_are_not_compiled(monkeypatch):
-    asked: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda forward, **_: asked.append(forward.__self__) or forward)
+    compiled_modules: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: compiled_modules.append(forward.__self__) or forward)
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     first, stateless, last = nn.Sequential(*layers), nn.ReLU(), nn.Linear(2, 2)
     model = nn.Sequential(first, stateless, last)
     compile_parts(model, layers, [first, stateless, last, nn.Linear(2, 2)], "layers")
-    assert asked == [*layers, last]
+    assert compiled_modules == [*layers, last]
 
 
 def test_each_run_compiles_its_batch_size(graphs):
@@ -152,7 +152,7 @@ def test_each_run_compiles_its_batch_size(graphs):
     assert len(graphs) == 10
     for graph in graphs:
         given = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-        assert all(isinstance(size, int) for one in given for size in one.shape)
+        assert all(isinstance(size, int) for value in given for size in value.shape)
 
 
 def test_endless_shapes_fail_the_run(graphs):
@@ -175,7 +175,7 @@ def test_graphs_are_one_per_kind_mode_and_size(graphs):
 
 
 def nn_chain(*widths: int) -> "Chain":
-    return Chain(*(nn.Linear(one, other) for one, other in pairwise(widths)))
+    return Chain(*(nn.Linear(width, other) for width, other in pairwise(widths)))
 
 
 class Chain(nn.Sequential):
@@ -208,10 +208,10 @@ RECIPES = {
 )  # fmt: skip
 def test_compiled_recipes_keep_their_losses(graphs, recipe, how):
     """In the graphs of the compiler that the run would use; how these are computed is left to torch."""
-    asked = read(*RECIPES[recipe], f"compile={how}", "train.global_batch=4", "parallel=single")
+    config = read(*RECIPES[recipe], f"compile={how}", "train.global_batch=4", "parallel=single")
     losses = {}
     for compiles in (False, how):
-        spec = training_spec.specify(asked, lambda ranks: ranks(1))
+        spec = training_spec.specify(config, lambda ranks: ranks(1))
         materialize(spec.model, module_of(spec.model), device="cpu", seed=0)
         loss = compiled(spec.model, compiles)(*spec.data.samples(0, 4))
         loss.backward()
@@ -253,7 +253,7 @@ def in_pieces() -> tuple[dict[str, int], bool]:
             engine, *_ = laid_out(strategy, model(), 4, compile=how)
             engine.gradients(*data().samples(0, 4), unscaled)
         gradients.append([local_part(weight.grad) for weight in engine.module.parameters() if weight.grad is not None])
-    alike = all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(*gradients, strict=True))
+    alike = all(torch.allclose(gradient, other, rtol=1e-4, atol=1e-6) for gradient, other in zip(*gradients, strict=True))
     return counts, alike
 
 

@@ -89,11 +89,11 @@ def test_options_are_accepted_iff_effective():
     for sizes in product((1, 2), repeat=6):
         dims = Dims(**dict(zip(Dims.rows(), sizes, strict=True)))
         if dims.shard * dims.context * dims.tensor % dims.expert == 0:
-            how = Strategy(**dims.degrees())
-            assert accepts(dims, prefetch=2) is (how.shards(dims) and dims.shards > 1), dims
+            strategy = Strategy(**dims.degrees())
+            assert accepts(dims, prefetch=2) is (strategy.shards(dims) and dims.shards > 1), dims
             assert accepts(dims, sync_batchnorm=True) is (dims.batch > 1), dims
             for options in ({"bucket_mb": 5}, {"gradients": "powersgd"}):
-                assert accepts(dims, **options) is how.replicates(dims), dims
+                assert accepts(dims, **options) is strategy.replicates(dims), dims
 
 
 def accepts(dims: Dims, **options: Any) -> bool:
@@ -104,10 +104,10 @@ def accepts(dims: Dims, **options: Any) -> bool:
 
 
 def test_context_with_fsdp_accumulates_whole_gradients():
-    how = Strategy(context=2, tensor=2)
-    assert how.accumulates_whole(layout_of(how, 4, 4, 1))
-    assert not how.accumulates_whole(layout_of(how, 4, 4))
-    assert not how.accumulates_whole(layout_of(Strategy(context=2), 2, 4, 1))
+    strategy = Strategy(context=2, tensor=2)
+    assert strategy.accumulates_whole(layout_of(strategy, 4, 4, 1))
+    assert not strategy.accumulates_whole(layout_of(strategy, 4, 4))
+    assert not strategy.accumulates_whole(layout_of(Strategy(context=2), 2, 4, 1))
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def test_older_torch_lacks_setters(monkeypatch):
     for setter in SETTERS.values():
         monkeypatch.delattr(FSDPModule, setter, raising=False)
     Strategy(**FSDP, reduce_scatter_buffers=1)
-    told = f"reduce_scatter_buffers=2: needs FSDPModule.…, which torch {torch.__version__} does not have; try 1"
-    assert refused(lambda: Strategy(**FSDP, reduce_scatter_buffers=2)) == Abridged(told)
+    refusal = f"reduce_scatter_buffers=2: needs FSDPModule.…, which torch {torch.__version__} does not have; try 1"
+    assert refused(lambda: Strategy(**FSDP, reduce_scatter_buffers=2)) == Abridged(refusal)
 
 
 def test_torch_without_ring_refuses_it(monkeypatch):
     monkeypatch.setattr(ring, "_NEEDED", ("no_such_function",))
-    told = f"context_method=ring: needs …no_such_function, which torch {torch.__version__} does not have; try ulysses"
-    assert refused(lambda: Strategy(context=2, context_method="ring")) == Abridged(told)
+    refusal = f"context_method=ring: needs …no_such_function, which torch {torch.__version__} does not have; try ulysses"
+    assert refused(lambda: Strategy(context=2, context_method="ring")) == Abridged(refusal)

@@ -36,8 +36,8 @@ def test_weight_without_gradient_is_named():
 
     with pretended(1):
         trained(4)  # by a static graph
-        told = "parallel.static_graph=auto: …, and none came for unused.weight; freeze …, or try find_unused, which …"
-        assert refused(trained, 2) == Abridged(told)
+        refusal = "parallel.static_graph=auto: …, and none came for unused.weight; freeze …, or try find_unused, which …"
+        assert refused(trained, 2) == Abridged(refusal)
 
 
 def uses_one_at_times(self: Any, inputs: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ CHOSEN = ["0000", "0010", "1111", "0000", "0100", "0000", "1001"]
 
 def four_samples(step: int) -> tuple[Tensor, Tensor]:
     inputs, targets = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).split([3, 2], dim=1)
-    inputs[:, 0] = inputs[:, 0].abs() * torch.tensor([1.0 if one == "1" else -1.0 for one in CHOSEN[step]])
+    inputs[:, 0] = inputs[:, 0].abs() * torch.tensor([1.0 if digit == "1" else -1.0 for digit in CHOSEN[step]])
     return inputs, targets
 
 
@@ -91,8 +91,8 @@ def test_find_unused_trains_as_one_rank():
     expected = dict(model.named_parameters())
     cases = [(2, {}), (1, {}), (2, {"optimizer": "zero1"}), (1, {"gradient_as_bucket_view": False})]
     for of_rank in on_ranks(2, weights_in, cases):
-        for found in of_rank:
-            for name, weight in found.items():
+        for weights in of_rank:
+            for name, weight in weights.items():
                 torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -109,5 +109,5 @@ def test_changing_graph_is_refused(steps):
             engine.module.zero_grad()
 
     with pretended(1):
-        told = "parallel.static_graph=auto: weights get gradients only in some steps …; try find_unused, …=fsdp …"
-        assert refused(trained) == Abridged(told)
+        refusal = "parallel.static_graph=auto: weights get gradients only in some steps …; try find_unused, …=fsdp …"
+        assert refused(trained) == Abridged(refusal)

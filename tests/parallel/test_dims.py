@@ -36,23 +36,23 @@ def test_degrees_that_are_not_given_are_derived(world_size, degrees, found):
 
 
 def test_degrees_exist_iff_they_multiply_to_ranks():
-    found = refusals = 0
+    accepted = refusals = 0
     degrees = (1, 2, 3, "auto")
     for world_size, *values in product(range(1, 13), degrees, degrees, degrees):
-        asked = dict(zip(("replicate", "shard", "pipeline"), values, strict=True))
+        requested = dict(zip(("replicate", "shard", "pipeline"), values, strict=True))
         fixed = math.prod(value for value in values if value != "auto")
         possible = world_size % fixed == 0 if "auto" in values else world_size == fixed
         try:
-            dims = derive(world_size, wanted(**asked))
+            dims = derive(world_size, wanted(**requested))
         except ConfigError:
             refusals += 1
-            assert not possible, (world_size, asked)
+            assert not possible, (world_size, requested)
             continue
-        found += 1
-        assert possible, (world_size, asked)
+        accepted += 1
+        assert possible, (world_size, requested)
         assert dims.world_size == world_size
-        assert all(value in ("auto", getattr(dims, name)) for name, value in asked.items())
-    assert found > 100
+        assert all(value in ("auto", getattr(dims, name)) for name, value in requested.items())
+    assert accepted > 100
     assert refusals > 100
 
 

@@ -37,18 +37,18 @@ def test_norm_of_large_gradients_is_exact():
 
 
 def test_only_the_last_pass_communicates():
-    told, model = [], toy()
+    events, model = [], toy()
 
     @contextmanager
     def deferred() -> Iterator[None]:
-        told.append("begin")
+        events.append("begin")
         yield
-        told.append("end")
+        events.append("end")
 
-    model.register_forward_hook(lambda *_: told.append("forward"))
-    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: told.append("backward"))
+    model.register_forward_hook(lambda *_: events.append("forward"))
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: events.append("backward"))
     engine(model, 2, deferred=deferred).gradients(torch.randn(6, 4), torch.randn(6, 2), unscaled)
-    assert told == 2 * ["begin", "forward", "backward", "end"] + ["forward", "backward"]
+    assert events == 2 * ["begin", "forward", "backward", "end"] + ["forward", "backward"]
 
 
 def test_outputs_release_gathered_weights():

@@ -70,16 +70,16 @@ def by_layout(layout: str, kind: str, precision: Name = "fp32") -> list[list[flo
     moved: list[Tensor] = []
     offload = _Run._offload
     with mock.patch.object(_Run, "_offload", lambda run, tensor: moved.append(tensor) or offload(run, tensor)):
-        found = by_engine(engine, plan, replica)
+        numbers = by_engine(engine, plan, replica)
     assert (len(moved) > 100) == (kind == "offload")
     # Not what FSDP gathers, and frees before the backward pass, that of experts in the middle of a layer.
-    assert all(one.untyped_storage().nbytes() for one in moved if one.numel())
+    assert all(tensor.untyped_storage().nbytes() for tensor in moved if tensor.numel())
     for routing in (part.routing for part in engine.parts if kind == "forced" and part.routing):
-        computed = torch.tensor(routing._taken).view(len(found), -1)
+        computed = torch.tensor(routing._taken).view(len(numbers), -1)
         assert (computed == computed[0]).all()  # whatever the first pass of a pipeline begins with
     if kind == "own router":
         assert engine.routed() == ({}, [])
-    return found
+    return numbers
 
 
 #: Layout, kind and precision.
@@ -140,5 +140,5 @@ def test_indivisible_experts_are_refused(options, message):
 
 
 def test_derived_degree_divides_experts():
-    found = [Strategy(shard="auto", expert="auto").dims(ranks, model()).expert for ranks in (1, 2, 4, 6, 16)]
-    assert found == [1, 2, 4, 2, 4]
+    degrees = [Strategy(shard="auto", expert="auto").dims(ranks, model()).expert for ranks in (1, 2, 4, 6, 16)]
+    assert degrees == [1, 2, 4, 2, 4]

@@ -55,13 +55,13 @@ engine_norm = engine.norm_of
 
 
 def lost(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    found = _compute(self, tokens, counts)
-    return found * (torch.arange(len(found)) < len(found) - 1)[:, None]
+    computed = _compute(self, tokens, counts)
+    return computed * (torch.arange(len(computed)) < len(computed) - 1)[:, None]
 
 
 def twice(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    found = _compute(self, tokens, counts)
-    return found * (1 + (torch.arange(len(found)) < 1)[:, None])
+    computed = _compute(self, tokens, counts)
+    return computed * (1 + (torch.arange(len(computed)) < 1)[:, None])
 
 
 def of_the_neighbor(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -70,13 +70,13 @@ def of_the_neighbor(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -
 
 def sent_wrongly(rows: torch.Tensor, *how: Any) -> torch.Tensor:
     """What comes back from experts is another token's."""
-    found = _sent(rows, *how)
-    return found.roll(1, 0) if how[-1][0] == COMBINE else found
+    sent = _sent(rows, *how)
+    return sent.roll(1, 0) if how[-1][0] == COMBINE else sent
 
 
 def not_sent_back(ctx: Any, gradient: torch.Tensor) -> Any:
-    found, *others = _back(ctx, gradient)
-    return torch.zeros_like(found) if ctx.way == COMBINE else found, *others
+    gradient_of_rows, *others = _back(ctx, gradient)
+    return torch.zeros_like(gradient_of_rows) if ctx.way == COMBINE else gradient_of_rows, *others
 
 
 def to_copies(mesh: Any, *how: Any) -> Any:

@@ -31,14 +31,14 @@ def test_an_average_is_another_copy():
 @pytest.mark.parametrize(("in_buckets", "copies"), [(True, 1), (False, 2)])
 def test_gradients_without_bucket_views_count_twice(in_buckets, copies):
     strategy = Strategy(replicate="auto", gradient_as_bucket_view=in_buckets)
-    (found,) = footprints(uneven(), ADAMW, strategy, strategy.dims(4), average=False)
-    assert found.gradients == copies * found.weights
+    (footprint,) = footprints(uneven(), ADAMW, strategy, strategy.dims(4), average=False)
+    assert footprint.gradients == copies * footprint.weights
 
 
 def test_replicas_divide_averages_too():
     strategy = Strategy(replicate="auto", optimizer="zero1")
     (whole,), (divided,) = (
-        footprints(uneven(), ADAMW, how, strategy.dims(4), average=True) for how in (Strategy(), strategy)
+        footprints(uneven(), ADAMW, options, strategy.dims(4), average=True) for options in (Strategy(), strategy)
     )
     assert whole.optimizer / 4 < divided.optimizer < whole.optimizer / 3
 
@@ -47,8 +47,8 @@ def test_footprint_of_a_users_stages():
     """Its parts are pieces, which hold none themselves."""
     module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
     model = adapt(module, lambda: (torch.empty(1, 6, device="meta"), torch.empty(1, 4, device="meta")))
-    found = footprints(model, ADAMW, Strategy(pipeline=2), Dims(pipeline=2), average=False)
-    assert [stage.weights for stage in found] == [stage.gradients for stage in found] == [4 * 7 * 8, 4 * 9 * 4]
+    stages = footprints(model, ADAMW, Strategy(pipeline=2), Dims(pipeline=2), average=False)
+    assert [stage.weights for stage in stages] == [stage.gradients for stage in stages] == [4 * 7 * 8, 4 * 9 * 4]
 
 
 def test_optimizer_that_reads_values_is_refused():
@@ -62,14 +62,14 @@ def test_optimizer_that_reads_values_is_refused():
 
 def test_trillion_parameters_allocate_nothing():
     model = on_meta(nn.Linear, in_features=10**6, out_features=10**6, bias=False)
-    (found,) = footprints(model, ADAMW, Strategy(shard=8), Dims(shard=8), average=False)
-    assert found == Footprint(5 * 10**11, 5 * 10**11, 10**12 + 4)
+    (footprint,) = footprints(model, ADAMW, Strategy(shard=8), Dims(shard=8), average=False)
+    assert footprint == Footprint(5 * 10**11, 5 * 10**11, 10**12 + 4)
 
 
 def test_torch_pins_powers_of_two():
     """As ``tests/virtual/one_rank.py`` finds; the optimizer's state is not pinned."""
     model = on_meta(nn.Linear, in_features=1600, out_features=1600, bias=False)
     (plain,), (pinned,) = (
-        footprints(model, ADAMW, Strategy(shard=2), Dims(shard=2), average=False, pinned=one) for one in (False, True)
+        footprints(model, ADAMW, Strategy(shard=2), Dims(shard=2), average=False, pinned=is_pinned) for is_pinned in (False, True)
     )
     assert pinned == Footprint(8 << 20, 8 << 20, plain.optimizer)

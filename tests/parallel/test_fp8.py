@@ -59,14 +59,14 @@ def test_only_blocks_are_converted(monkeypatch):
 
     tokens, targets = torch.randint(128, (2, 2, 16))
     losses = {}
-    for name, one in (("fp8", model), ("bf16", copy.deepcopy(wide)), ("fp32", wide)):
-        cast_inputs(one, one.layers(), name)
+    for name, net in (("fp8", model), ("bf16", copy.deepcopy(wide)), ("fp32", wide)):
+        cast_inputs(net, net.layers(), name)
         if name != "fp32":
-            Copies(one, one.layers(), torch.bfloat16)
-        loss = one(tokens, targets)
+            Copies(net, net.layers(), torch.bfloat16)
+        loss = net(tokens, targets)
         loss.backward()
         losses[name] = loss.item()
-        assert {weight.grad.dtype for weight in one.parameters()} == {torch.float32}
+        assert {weight.grad.dtype for weight in net.parameters()} == {torch.float32}
     assert losses["fp8"] == pytest.approx(losses["fp32"], rel=1e-2)
     assert losses["fp8"] != losses["bf16"]  # it is another arithmetic
     for got, want in zip(model.parameters(), wide.parameters(), strict=True):
@@ -125,10 +125,10 @@ def gathered(module, name):
     weight = module.get_parameter(name).full_tensor()
     block = module.get_submodule(".".join(name.split(".")[:2]))
     block.unshard()
-    found = module.get_parameter(name).to_original_precision()
+    narrow = module.get_parameter(name).to_original_precision()
     block.reshard()
     scale = (torch.finfo(torch.float8_e4m3fn).max / weight.abs().max().double()).float()
-    return found.detach(), ((weight * scale).to(torch.float8_e4m3fn).float() / scale).to(found.dtype).detach()
+    return narrow.detach(), ((weight * scale).to(torch.float8_e4m3fn).float() / scale).to(narrow.dtype).detach()
 
 
 def in_rank(folder):
@@ -167,8 +167,8 @@ def in_rank(folder):
 @pytest.mark.ranks
 def test_weights_gathered_in_fp8(tmp_path):
     for of_rank in on_ranks(2, in_rank, tmp_path):
-        for found, want in of_rank["weights"]:
-            torch.testing.assert_close(found, want, rtol=2**-8, atol=0)  # of bf16
+        for narrow, want in of_rank["weights"]:
+            torch.testing.assert_close(narrow, want, rtol=2**-8, atol=0)  # of bf16
         assert of_rank["fp8"] == pytest.approx(of_rank["gathered in bf16"], rel=5e-3)
         assert of_rank["fp8"] != of_rank["gathered in bf16"]  # which are rounded twice
         assert of_rank["saved"] == {torch.Tensor}  # a checkpoint is that of any precision

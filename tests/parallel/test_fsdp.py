@@ -53,12 +53,12 @@ def messages(name: str) -> dict[str, list[str]]:
         engine.module.zero_grad()
 
     step()
-    found: dict[str, list[str]] = {"all_gather": [], "reduce_scatter": []}
+    modules: dict[str, list[str]] = {"all_gather": [], "reduce_scatter": []}
     for call in calls_of(step):
         (label,) = [name for name in call.within if re.match(r"FSDP::(all_gather|post_backward_reduce)\b", name)]
         module = label.partition("(")[2].rstrip(")") or "root"
-        found[call.operation].append(module.removeprefix("blocks."))
-    return found
+        modules[call.operation].append(module.removeprefix("blocks."))
+    return modules
 
 
 @pytest.fixture(scope="module")

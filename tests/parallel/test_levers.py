@@ -113,21 +113,21 @@ def in_rank(folder: Path, names: set[str]) -> dict[str, Any]:
     """What each lever of these names trains, and what the one process does that it is held against."""
     plain = with_weights(uneven())
     reference = loop_of(Accumulating(LaidOutModule(plain, plain), BATCH), BatchPlan(Dims(), BATCH, BATCH), 0)
-    seen = {"one process": told(reference)} | {name: told(loop_under(LEVERS[name])) for name in sorted(names)}
+    seen = {"one process": outcome(reference)} | {name: outcome(loop_under(LEVERS[name])) for name in sorted(names)}
     seen["resumed"] = {name: resumed(folder / name, LEVERS[name]) for name in POWERSGD if name in names}
     return seen
 
 
-def told(loop: StepLoop) -> dict[str, Any]:
+def outcome(loop: StepLoop) -> dict[str, Any]:
     """What a loop comes to."""
     losses = train(loop)
     weights = {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
-    found = {
+    outcomes = {
         "losses": losses, "owns_loss": loop.engine.owns_loss, "norms": [float(n) for n in loop.update.gradient_norms],
         "averaged": averaged(loop), "state": sum(len(values) > 0 for values in loop.update.optimizer.state.values()),
     }  # fmt: skip
     assert all(torch.equal(weights[name], whole(weight)) for name, weight in loop.engine.module.named_parameters())
-    return found | {"weights": weights}
+    return outcomes | {"weights": weights}
 
 
 def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[float]]:
@@ -139,9 +139,9 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
     saver, loop = Saver(folder, keep=1), loop_under(lever)
     loop.rehearse()
     train(loop, 3)
-    own = loop.engine.own_state()
-    assert any("error" in name for name in own)
-    saver.save(3, state_of(loop).collect(with_buffers=True, own=own), {}, {})
+    state = loop.engine.own_state()
+    assert any("error" in name for name in state)
+    saver.save(3, state_of(loop).collect(with_buffers=True, own=state), {}, {})
     losses = [train(loop, 3)]
     saver.wait()
     assert saver.problems == []
@@ -154,7 +154,7 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
         other.rehearse()
         losses.append(train(other, 3))
     other = loop_under(Lever(replicate="auto", gradients="powersgd", powersgd_rank=3))
-    other.engine.load_own_state(own)
+    other.engine.load_own_state(state)
     other.rehearse()
     assert not any("error" in name for name in other.engine.own_state())  # other matrices: it begins anew
     saver.close()
@@ -189,29 +189,29 @@ def losses_of(of_ranks: list[dict[str, Any]], name: str) -> list[float]:
     ],
 )
 def test_exact_levers_follow_one_process(of_ranks, name):
-    one = of_ranks[0]["one process"]
-    assert losses_of(of_ranks, name) == pytest.approx(one["losses"], rel=1e-5)
+    process = of_ranks[0]["one process"]
+    assert losses_of(of_ranks, name) == pytest.approx(process["losses"], rel=1e-5)
     for of_rank in (of_rank[name] for of_rank in of_ranks):
-        assert of_rank["norms"] == pytest.approx(one["norms"], rel=1e-4)
+        assert of_rank["norms"] == pytest.approx(process["norms"], rel=1e-4)
         for key in ("weights", "averaged"):
             for weight, value in of_rank[key].items():
-                expected = one[key][tied().get(weight, weight)]
+                expected = process[key][tied().get(weight, weight)]
                 torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-4, msg=f"{key} {weight}")
 
 
 def test_clipping_steps_and_averages_matter(of_ranks):
-    one = of_ranks[0]["one process"]
-    assert min(one["norms"]) > TRAIN["clip_norm"]
-    first, *later = one["losses"]
+    process = of_ranks[0]["one process"]
+    assert min(process["norms"]) > TRAIN["clip_norm"]
+    first, *later = process["losses"]
     assert max(abs(loss / first - 1) for loss in later) > 1e-3  # a hundred times the tolerance
-    assert not torch.equal(one["weights"]["head.norm.weight"], one["averaged"]["head.norm.weight"])
+    assert not torch.equal(process["weights"]["head.norm.weight"], process["averaged"]["head.norm.weight"])
 
 
 @cases("name", INEXACT, daily=["bf16, zero1", "powersgd of rank 4, accumulated"])
 def test_inexact_levers_stay_near(of_ranks, name):
     most, least, _ = INEXACT[name]
-    expected, found = of_ranks[0]["one process"]["losses"], losses_of(of_ranks, name)
-    differences = [abs(one / other - 1) for one, other in zip(found, expected, strict=True)]
+    expected, losses = of_ranks[0]["one process"]["losses"], losses_of(of_ranks, name)
+    differences = [abs(loss / other - 1) for loss, other in zip(losses, expected, strict=True)]
     assert differences[0] < 1e-5  # before the first gradients
     assert least < max(differences) < most
 

@@ -15,11 +15,11 @@ from tests.parallel.test_dims import WithTwoMore
 
 @pytest.fixture(scope="module")
 def of_ranks() -> list[dict[str, Any]]:
-    found = []
+    of_each_rank = []
     for rank in range(8):
         with pretended(8, rank):
-            found.append(in_rank())
-    return found
+            of_each_rank.append(in_rank())
+    return of_each_rank
 
 
 def in_rank() -> dict[str, Any]:

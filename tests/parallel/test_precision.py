@@ -132,8 +132,8 @@ def test_gradients_accumulate_in_fp32():
     second.weight = weight
     module = nn.ModuleList([first, second])
     Copies(module, list(module), torch.bfloat16)
-    large, one = (torch.full((1, 1), size, dtype=torch.bfloat16) for size in (256, 1))
-    (first(large) + second(one)).sum().backward()
+    large, small = (torch.full((1, 1), size, dtype=torch.bfloat16) for size in (256, 1))
+    (first(large) + second(small)).sum().backward()
     assert weight.grad.item() == 257
     first(large).sum().backward()
     assert weight.grad.item() == 513
@@ -155,14 +155,14 @@ def remembers(self: Any, inputs: Any, targets: Any = None, **options: Any) -> An
 
 
 def test_inputs_are_cast_except_targets():
-    module, one = assembled(remembers), torch.ones(2)
+    module, floats = assembled(remembers), torch.ones(2)
     cast_inputs(module, [], "bf16")
     tokens = torch.ones(2, dtype=torch.int64)
-    for by_place, by_name in (((one,), {}), ((), {"targets": one})):
-        module((one, [tokens]), *by_place, mask=one, size=3, **by_name)
+    for by_place, by_name in (((floats,), {}), ((), {"targets": floats})):
+        module((floats, [tokens]), *by_place, mask=floats, size=3, **by_name)
         (inputs, (kept,)), targets = module.seen["inputs"], module.seen["targets"]
         assert inputs.dtype == module.seen["mask"].dtype == torch.bfloat16
-        assert targets is one
+        assert targets is floats
         assert kept is tokens
         assert module.seen["size"] == 3
 
@@ -193,8 +193,8 @@ def test_copies_under_special_modules(kind, made, taken):
     module, inputs = kind(*made), [torch.linspace(-1, 1, 12).view(1, 3, 4)] * taken
 
     def called() -> Tensor:
-        found = module(*inputs)
-        return found[0] if isinstance(found, tuple) else found
+        outputs = module(*inputs)
+        return outputs[0] if isinstance(outputs, tuple) else outputs
 
     expected = called()
     cast_inputs(module, [], "bf16")
@@ -217,7 +217,7 @@ class AllReduces(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # until it is in operations of its parts
         self.count += "reduce" in str(operation)
         return operation(*args, **(kwargs or {}))

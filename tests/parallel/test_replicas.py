@@ -12,8 +12,8 @@ from tests.parallel.ranks import each, mesh_of, on_ranks
 
 
 def checksum(tensor: Tensor) -> int:
-    ((_, found),) = replicas.checksums([("", tensor)])
-    return found
+    ((_, value),) = replicas.checksums([("", tensor)])
+    return value
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ CASES = {
 def drawn(heads: int, groups: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """Queries, keys and values, and the gradient of their mixture."""
     generator = torch.Generator().manual_seed(0)
-    found = [
+    tensors = [
         torch.randn(2, count, LENGTH, 8, generator=generator).to(dtype) for count in (heads, groups, groups, heads)
     ]
-    return found[:3], found[3]
+    return tensors[:3], tensors[3]
 
 
 def of_whole(name: str) -> list[Tensor]:
@@ -49,14 +49,14 @@ def of_shares() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (RANKS,))
     dist.new_group()
     positions = Positions(RANKS, dist.get_rank(), paired=True)
-    found = {}
+    results = {}
     for name, case in CASES.items():
         whole, gradient = drawn(*case)
-        inputs = [positions.own(tensor, 2).requires_grad_() for tensor in whole]
+        inputs = [positions.share(tensor, 2).requires_grad_() for tensor in whole]
         out = ring.attention(mesh)(*inputs)
-        found[name] = [out.detach(), *torch.autograd.grad(out, inputs, positions.own(gradient, 2))]
+        results[name] = [out.detach(), *torch.autograd.grad(out, inputs, positions.share(gradient, 2))]
     groups = dist.distributed_c10d._world.pg_map
-    return found | {"threads": [group._get_backend(torch.device("cpu")).options._threads for group in groups]}
+    return results | {"threads": [group._get_backend(torch.device("cpu")).options._threads for group in groups]}
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,8 @@ def test_ring_equals_full_attention(of_ranks, name):
     tolerance = 1e-5 if CASES[name][2] == torch.float32 else 3e-2
     for rank, of_rank in enumerate(of_ranks):
         positions = Positions(RANKS, rank, paired=True)
-        for own, whole in zip(of_rank[name], of_whole(name), strict=True):
-            torch.testing.assert_close(own, positions.own(whole, 2), rtol=tolerance, atol=tolerance)
+        for share, whole in zip(of_rank[name], of_whole(name), strict=True):
+            torch.testing.assert_close(share, positions.share(whole, 2), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.ranks
@@ -113,8 +113,8 @@ def test_kernels_return_mergeable_results(name, dtype, queries, keys, is_causal)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), **tolerance)
     torch.testing.assert_close(out.double(), expected, **tolerance)
-    for own, whole in zip(gradients, torch.autograd.grad(expected, exact, gradient.double()), strict=True):
-        torch.testing.assert_close(own.double(), whole, **tolerance)
+    for gradient_here, whole in zip(gradients, torch.autograd.grad(expected, exact, gradient.double()), strict=True):
+        torch.testing.assert_close(gradient_here.double(), whole, **tolerance)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_efficient_backward_gets_contiguous_heads(monkeypatch, width):
 
     monkeypatch.setattr(ring, "aten", SimpleNamespace(_scaled_dot_product_efficient_attention_backward=backward))
     tensors = [torch.randn(2, 4, LENGTH, width) for _ in range(5)]
-    found = ring._efficient_backward(*tensors, torch.zeros(2, 4, LENGTH), True)
-    assert [one.shape for one in found] == [tensors[0].shape] * 3
+    gradients = ring._efficient_backward(*tensors, torch.zeros(2, 4, LENGTH), True)
+    assert [tensor.shape for tensor in gradients] == [tensors[0].shape] * 3
     (out,) = seen
     assert out.transpose(1, 2).is_contiguous()
     assert torch.equal(out[..., :width], tensors[4])

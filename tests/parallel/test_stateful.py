@@ -108,9 +108,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(shared_run, reference, layout):
 def unlike_fresh(fresh: nn.Module, module: nn.Module) -> list[str]:
     """In a rank: the names of what differs in a module, laid out or not, from one that was just built."""
     weights, buffers, parts = map(dict, (fresh.named_parameters(), fresh.named_buffers(), fresh.named_modules()))
-    names = [name for name, one in module.named_parameters() if one.grad is not None]
-    names += [name for name, one in module.named_parameters() if not torch.equal(whole(one), weights[name])]
-    names += [name for name, one in module.named_buffers() if not torch.equal(one, buffers[name])]
+    names = [name for name, weight in module.named_parameters() if weight.grad is not None]
+    names += [name for name, weight in module.named_parameters() if not torch.equal(whole(weight), weights[name])]
+    names += [name for name, buffer in module.named_buffers() if not torch.equal(buffer, buffers[name])]
     for name, part in module.named_modules():
         keys = ("training", "passes", "history") if hasattr(part, "passes") else ("training",)
         if not name.endswith("module") and type(part) is not nn.Module:  # a stage has holders of its own

@@ -246,10 +246,10 @@ class TestPipeline:
         assert layout_of(strategy, 2, 10, 2) == BatchPlan(Dims(pipeline=2), 10, 2, 1, 5)
 
     def test_costs_are_flops_or_parameters(self):
-        told, untold = on_meta(Toy, inputs=2, width=3, outputs=1, layers=2), untold_by(Chain(), 1)
-        assert costs(told, told.parts()) == [4 * 6, 6 * 3]
-        assert costs(untold, untold.parts()) == [2 * 3 + 3, 3 * 1 + 1]
-        pipeline().check(untold, layout_of(pipeline(), 2, 4))  # without layers(), parts are what is counted
+        stated, unstated = on_meta(Toy, inputs=2, width=3, outputs=1, layers=2), untold_by(Chain(), 1)
+        assert costs(stated, stated.parts()) == [4 * 6, 6 * 3]
+        assert costs(unstated, unstated.parts()) == [2 * 3 + 3, 3 * 1 + 1]
+        pipeline().check(unstated, layout_of(pipeline(), 2, 4))  # without layers(), parts are what is counted
 
 
 class Chain(nn.Module):
@@ -343,8 +343,8 @@ def one_block_twice() -> nn.Module:
 )  # fmt: skip
 def test_models_refused(options, build, message):
     strategy = Strategy(**options)
-    told = refused(strategy.check, build(), layout_of(strategy, strategy.ranks(1), 240))
-    assert Abridged(message) in (told, told.splitlines()[0])
+    refusal = refused(strategy.check, build(), layout_of(strategy, strategy.ranks(1), 240))
+    assert Abridged(message) in (refusal, refusal.splitlines()[0])
 
 
 @pytest.mark.parametrize(
@@ -362,6 +362,6 @@ def test_context_divides_short_samples(method, fits, not_so, rule):
 
 def test_context_needs_positions_of_targets():
     strategy, samples = Strategy(context=2), (torch.zeros(1, 8), torch.zeros(1))
-    told = "context=2: … by the same positions, … of shapes [1, 8] and [1]; try 1, or parallel=ddp,fsdp"
-    assert refused(strategy.check_sample, *samples, layout_of(strategy, 2, 16)) == Abridged(told)
+    refusal = "context=2: … by the same positions, … of shapes [1, 8] and [1]; try 1, or parallel=ddp,fsdp"
+    assert refused(strategy.check_sample, *samples, layout_of(strategy, 2, 16)) == Abridged(refusal)
     Strategy(shard=2).check_sample(*samples, layout_of(Strategy(shard=2), 2, 16))

@@ -32,9 +32,9 @@ def test_a_linear_layer_computes_what_torch_does(shape, bias):
     expected = F.linear(x, *copies)
     of_x, *of_weights = torch.autograd.grad(expected.sum(), [x, *copies])
     masters = list(layer.parameters())
-    found = laid_out(layer)(x)
-    assert torch.equal(found, expected)
-    found.sum().backward()
+    outputs = laid_out(layer)(x)
+    assert torch.equal(outputs, expected)
+    outputs.sum().backward()
     assert torch.equal(x.grad, of_x)
     for master, gradient in zip(masters, of_weights, strict=True):
         assert master.grad.dtype == torch.float32
@@ -58,7 +58,7 @@ def test_weight_read_outside_its_layer_adds_gradients(kind):
     x = torch.tensor([[1.0, -1.0]], dtype=torch.bfloat16)
     layer(x).sum().backward()
     alone, weight.grad = weight.grad, None
-    layer.register_forward_hook(lambda module, _, found: found + module.weight.sum())
+    layer.register_forward_hook(lambda module, _, outputs: outputs + module.weight.sum())
     layer(x).sum().backward()
     assert torch.equal(weight.grad, alone + 2)  # two outputs, each with each weight
 
@@ -81,9 +81,9 @@ def test_embedding_rows_are_summed_unrounded():
     layer, tokens = nn.Embedding(3, 2, padding_idx=0), torch.tensor([[1] * ROWS + [2], [0] * (ROWS + 1)])
     (weight,) = layer.parameters()
     expected = weight.detach().bfloat16()[tokens]
-    found = laid_out(layer)(tokens)
-    assert torch.equal(found, expected)
-    found.sum().backward()
+    outputs = laid_out(layer)(tokens)
+    assert torch.equal(outputs, expected)
+    outputs.sum().backward()
     assert weight.grad.tolist() == [[0, 0], [ROWS, ROWS], [1, 1]]
 
 
@@ -146,7 +146,7 @@ def test_compiled_blocks_share_a_graph_with_wide_gradients():
     assert counter.frame_count == 1
     assert {weight.grad.dtype for weight in named.values()} == {torch.float32}
     vectors = [weight.grad for weight in named.values() if weight.dim() == 1]
-    assert any(not torch.equal(one, one.bfloat16().float()) for one in vectors)
+    assert any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in vectors)
     norm = nn.LayerNorm(2)
     weight, bias = norm.parameters()
     enable_wide_gradients(norm)

@@ -39,9 +39,9 @@ def handed_over() -> list[Tensor]:
 
 @pytest.mark.ranks
 def test_received_equals_sent(of_ranks):
-    for found, tensor in zip(of_ranks[1][0], TENSORS.values(), strict=True):
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found, tensor)
+    for received, tensor in zip(of_ranks[1][0], TENSORS.values(), strict=True):
+        assert received.dtype == tensor.dtype
+        assert torch.equal(received, tensor)
 
 
 def gradients_of_a_shared_weight() -> list[Tensor]:
@@ -58,7 +58,7 @@ def gradients_of_a_shared_weight() -> list[Tensor]:
     for number, copy in enumerate(here.parameters()):
         copy.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(3 * number + rank))
     shared = stages.find_shared(tied, here, where, dist.group.WORLD)
-    assert [one.first is None for one in shared] == [rank > 0]
+    assert [weight.first is None for weight in shared] == [rank > 0]
     stages.add_up_shared(shared, dist.group.WORLD)
     assert stages.find_shared(tied, here.requires_grad_(False), where, dist.group.WORLD) == []  # no gradients
     return [copy.grad for copy in here.parameters()]
@@ -66,11 +66,11 @@ def gradients_of_a_shared_weight() -> list[Tensor]:
 
 @pytest.mark.ranks
 def test_shared_weight_sums_its_gradients(of_ranks):
-    found = [gradients for _, gradients in of_ranks]
-    assert [len(copies) for copies in found] == [2, 1, 1]
+    gradients_of = [gradients for _, gradients in of_ranks]
+    assert [len(copies) for copies in gradients_of] == [2, 1, 1]
     expected = sum(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
-    torch.testing.assert_close(found[0][0], expected)
-    assert all(torch.equal(copy, found[0][0]) for copies in found for copy in copies)
+    torch.testing.assert_close(gradients_of[0][0], expected)
+    assert all(torch.equal(copy, gradients_of[0][0]) for copies in gradients_of for copy in copies)
 
 
 def test_shape_from_absent_rank_is_predicted():
@@ -81,15 +81,15 @@ def test_shape_from_absent_rank_is_predicted():
     head = model.parts()["head"].to_empty(device="cpu")
     module_of(model).get_submodule("embedding.token").weight = head.projection.weight
     Copies(model.parts()["blocks.0"], [], torch.bfloat16).begin()
-    found = arriving(whole, ["embedding", "blocks.0"], torch.zeros(4, 6, dtype=torch.int64), torch.bfloat16, shares=1)
-    assert (found.shape, found.dtype, found.device.type) == ((4, 6, 8), torch.bfloat16, "meta")
+    predicted = arriving(whole, ["embedding", "blocks.0"], torch.zeros(4, 6, dtype=torch.int64), torch.bfloat16, shares=1)
+    assert (predicted.shape, predicted.dtype, predicted.device.type) == ((4, 6, 8), torch.bfloat16, "meta")
 
 
 def test_meta_copy_leaves_the_model():
     model = GPT(layers=1, heads=2, width=8, sequence_length=6, vocabulary=20, tie_weights=True)
     copied = module_of(without_weights(model))
-    assert {name: one.shape for name, one in copied.named_parameters()} == {
-        name: one.shape for name, one in module_of(model).named_parameters()
+    assert {name: weight.shape for name, weight in copied.named_parameters()} == {
+        name: weight.shape for name, weight in module_of(model).named_parameters()
     }
-    assert {one.device.type for one in copied.parameters()} == {"meta"}
-    assert {one.device.type for one in module_of(model).parameters()} == {"cpu"}
+    assert {weight.device.type for weight in copied.parameters()} == {"meta"}
+    assert {weight.device.type for weight in module_of(model).parameters()} == {"cpu"}

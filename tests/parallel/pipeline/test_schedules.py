@@ -51,14 +51,14 @@ def test_bubble_equals_torchs_order(name):
 def order_of(name: str, ranks: int, per_rank: int, microbatches: int) -> dict[int, list[Any]]:
     """What each rank does in a pass, in the order of torch's schedule."""
     schedule, stages = SCHEDULES[name], ranks * per_rank
-    own = [
+    first_ranks = [
         SimpleNamespace(
             num_stages=stages, group_size=ranks, group_rank=0, stage_index=number, is_first=number == 0,
             is_last=number == stages - 1, submod=nn.Identity(),
         )
         for number, rank in enumerate(schedule.ranks(ranks, per_rank)) if rank == 0
     ]  # fmt: skip
-    made: Any = schedule.make(own, microbatches, lambda outputs, _: outputs)  # type: ignore[arg-type]
+    made: Any = schedule.make(first_ranks, microbatches, lambda outputs, _: outputs)  # type: ignore[arg-type]
     return {rank: [action for action in actions if action] for rank, actions in made.pipeline_order.items()}
 
 

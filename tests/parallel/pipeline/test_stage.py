@@ -71,8 +71,8 @@ def test_a_cut_says_which_rank_has_what():
 def test_unrepeated_modules_of_stages():
     assert stages.unrepeated(untied(), stages.cut(untied(), [0, 1])) == [["embedding"], ["head"]]
     model = ResNet(depth=18, classes=10)
-    told = stages.unrepeated(model, stages.cut(model, [0, 1, 2]))
-    assert told == [["conv1", "bn1"], [], ["fc"]]
+    unrepeated = stages.unrepeated(model, stages.cut(model, [0, 1, 2]))
+    assert unrepeated == [["conv1", "bn1"], [], ["fc"]]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_imbalance_is_reported(costs, ranks, said):
     model: Any = SimpleNamespace(
         parts=lambda: parts, layers=list, train_flops=lambda: {str(number): cost for number, cost in enumerate(costs)}
     )
-    found = stages.imbalance(model, stages.cut(model, ranks))
-    assert found == (said and f"{said} times as fast as one rank")
+    remark = stages.imbalance(model, stages.cut(model, ranks))
+    assert remark == (said and f"{said} times as fast as one rank")
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("toy", [2, 3, 4]), ("gpt_tiny", [2, 3, 4]), ("resnet18", [2, 4, 8])])
