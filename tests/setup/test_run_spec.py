@@ -346,7 +346,7 @@ class TestModelsOfTheUser:
         [
             ("regularized", ["parallel=fsdp"], "parallel.shard=auto: the model uses weights of a layer while"),
             ("regularized", ["parallel=ddp"], None),
-            ("empty", ["parallel=fsdp"], "parallel.shard=auto: module.odd is empty, and fully_shard gathers n"),
+            ("empty", ["parallel=fsdp"], "parallel.shard=2: module.odd is empty, and fully_shard gathers no e"),
             ("empty", ["parallel=ddp"], None),
             ("complex", ["parallel=ddp"], "optimizer.fused=true: module.odd is complex, and fused kernels take"),
             ("complex", ["optimizer.fused=false"], None),
