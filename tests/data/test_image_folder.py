@@ -8,7 +8,8 @@ from torchvision.transforms import v2
 
 from ptdbench.data import image_folder
 from ptdbench.data.image_folder import ImageFolder
-from tests.data.made import image_files, problem_of
+from tests.data.made import image_files
+from tests.refusals import Abridged, refusal_of
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +25,6 @@ def root(collection, tmp_path):
 
 def images(root, **options):
     return ImageFolder(**{"root": root and str(root), "classes": 3, "image_size": 32, "seed": 5} | options)
-
-
-def refused(root, **options):
-    """The problem of an option, or of the images when they are listed."""
-    return problem_of(lambda: images(root, **options).prepare())
 
 
 def transformed(paths, *transforms):
@@ -108,47 +104,34 @@ class TestHeldOut:
         assert data.held_out is None
 
 
-class TestOptions:
-    @pytest.mark.parametrize("workers", ["many", 1.5, True])
-    def test_workers_are_a_number(self, collection, workers):
-        assert problem_of(images, root=collection, workers=workers).option == "workers"
+def empty(folder):
+    for file in folder.iterdir():
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
 
-    def test_missing_folder_is_refused(self, tmp_path):
-        for root, rule in (
-            (None, "must name the folder of the images"),
-            (str(tmp_path), "there is no folder train in it"),
-        ):
-            problem = refused(root)
-            assert (problem.option, problem.value) == ("root", root)
-            assert rule in problem.rule
-            assert problem.remedy == "try data.root=FOLDER with train/CLASS/IMAGE.jpg in it"
 
-    def test_a_folder_without_classes_is_refused(self, tmp_path):
-        (tmp_path / "train").mkdir()
-        assert images(tmp_path).example()[0].shape == (1, 3, 32, 32)  # a constructor is light
-        problem = refused(tmp_path)
-        assert problem.option == "root"
-        assert f"{tmp_path / 'train'}: Couldn't find any class folder" in problem.rule
-
-    @pytest.mark.parametrize("part", ["train", "val"])
-    def test_a_class_without_images_is_refused(self, root, part):
-        for file in (root / part / "dog").iterdir():
-            file.unlink()
-        problem = refused(root)
-        assert problem.option == "root"
-        assert f"{root / part}: Found no valid file for the classes dog" in problem.rule
-
-    def test_held_out_classes_equal_training_classes(self, root):
-        for classes in (2, 1000):
-            problem = refused(root, classes=classes)
-            assert (problem.option, problem.value, problem.remedy) == ("classes", classes, "try model.classes=3")
-            assert f"{root / 'train'} has 3 folders" in problem.rule
-        (root / "val" / "dog").rename(root / "val" / "cod")
-        problem = refused(root)
-        assert problem.option == "root"
-        assert "the folders in train and val must be the same: cod is in one of them only" in problem.rule
-        shutil.rmtree(root / "val" / "cod")
-        assert "dog is in one of them only" in refused(root).rule
+@pytest.mark.parametrize(
+    ("spoil", "options", "message"),
+    [
+        (None, {"workers": "many"}, "workers=many: must be a whole number of at least 0"),
+        (None, {"workers": 1.5}, "workers=1.5: …"),
+        (None, {"root": None}, "root=null: must name the folder of the images; try data.root=FOLDER with train/…"),
+        (lambda root: shutil.rmtree(root / "train"), {},
+         "root=…: there is no folder train in it; try data.root=FOLDER with train/CLASS/IMAGE.jpg in it"),
+        (lambda root: empty(root / "train"), {}, "root=…: …/train: Couldn't find any class folder …"),
+        *((lambda root, part=part: empty(root / part / "dog"), {},
+           f"root=…: …/{part}: Found no valid file for the classes dog…") for part in ("train", "val")),
+        *((None, {"classes": classes}, f"classes={classes}: …/train has 3 folders, …; try model.classes=3")
+          for classes in (2, 1000)),
+        (lambda root: (root / "val" / "dog").rename(root / "val" / "cod"), {},
+         "root=…: the folders in train and val must be the same: cod is in one of them only; …"),
+        (lambda root: shutil.rmtree(root / "val" / "dog"), {}, "root=…: …: dog is in one of them only; …"),
+    ],
+)  # fmt: skip
+def test_options_and_folders_refused(root, spoil, options, message):
+    if spoil:
+        spoil(root)
+    refusal = refusal_of(lambda: images(**{"root": root} | options).prepare())
+    assert refusal == Abridged(message)
 
 
 class TestWorkers:

@@ -11,12 +11,19 @@ from ptdbench.models.materialize import materialize
 from ptdbench.models.resnet import SHAPES, ResNet
 
 
-def filled(family: Callable[..., Any], **options: Any) -> Any:
-    """A model on the CPU, with the initial values of seed 0."""
+def on_meta(build: Callable[..., Any], **options: Any) -> Any:
     with torch.device("meta"):
-        model = family(**options)
+        return build(**options)
+
+
+def with_weights(model: Any) -> Any:
+    """The model on the CPU, with the initial values of seed 0, which ranks draw too."""
     materialize(model, model, device="cpu", seed=0)
     return model
+
+
+def filled(family: Callable[..., Any], **options: Any) -> Any:
+    return with_weights(on_meta(family, **options))
 
 
 def small_resnet(block: type[BasicBlock | Bottleneck] = BasicBlock, **options: Any) -> ResNet:

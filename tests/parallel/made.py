@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
-from ptdbench.models.materialize import materialize
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine
@@ -21,6 +20,7 @@ from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling import trace
 from ptdbench.profiling.events import Call
 from ptdbench.training.profile import profiled
+from tests.models.made import on_meta, with_weights
 from tests.parallel.ranks import mesh_of
 from tests.refusals import refusal_of as refused  # noqa: F401
 
@@ -28,20 +28,9 @@ CPU = torch.device("cpu")
 SHAPE = {"layers": 4, "heads": 4, "width": 16, "sequence_length": 8, "vocabulary": 40}
 
 
-def on_meta(build: Callable[..., Any], **options: Any) -> Any:
-    with torch.device("meta"):
-        return build(**options)
-
-
 def gpt(**options: Any) -> GPT:
     """On the meta device, of :data:`SHAPE` but for these options."""
     return on_meta(GPT, **SHAPE | options)
-
-
-def with_weights(model: Any) -> Any:
-    """The model on the CPU, with the initial values that ranks draw, too."""
-    materialize(model, model, device="cpu", seed=0)
-    return model
 
 
 def data(vocabulary: int = 40) -> SyntheticTokens:
