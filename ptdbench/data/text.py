@@ -20,7 +20,7 @@ from ptdbench.data import corpus
 from ptdbench.data.corpus import Part, Tokenizer
 from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Sequences
 from ptdbench.data.sampling import draws
-from ptdbench.data.tokens import TokenChunk, Stored, Tokens, cached_tokens
+from ptdbench.data.tokens import Stored, TokenChunk, Tokens, cached_tokens
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, at_least, nearest, require, try_these
 
 

@@ -56,7 +56,9 @@ class Muon(torch.optim.Optimizer):
         for part in self._parts:
             # Groups and state are those of this optimizer, which loading a checkpoint replaces.
             is_of_matrices = isinstance(part, _GatheredMuon)
-            part.param_groups = [group for group in self.param_groups if (group["rule"] == "matrices") == is_of_matrices]
+            part.param_groups = [
+                group for group in self.param_groups if (group["rule"] == "matrices") == is_of_matrices
+            ]
             part.state = self.state
             part.step()
 

@@ -187,9 +187,7 @@ def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: fl
     """
     begins = [Ready(call.start) for call in calls]
     of = [group_of(call, groups) for call in calls]
-    calls = [
-        in_pipeline(call, groups[name]) if name == "pp" else call for call, name in zip(calls, of, strict=True)
-    ]
+    calls = [in_pipeline(call, groups[name]) if name == "pp" else call for call, name in zip(calls, of, strict=True)]
     places: dict[str, dict[_Key, int]] = {}
     for name, group in groups.items():
         in_group = [place for place, of_call in enumerate(of) if of_call == name]

@@ -118,9 +118,7 @@ class TestSplit:
         small, large = (set(names(split(files_at(many), share)[1])) for share in (0.1, 0.3))
         assert small < large
 
-    def test_split_is_stable_under_changes_of_others(
-        self, many, tmp_path_factory
-    ):
+    def test_split_is_stable_under_changes_of_others(self, many, tmp_path_factory):
         before = set(names(split(files_at(many), 0.2)[1]))
         with (many / "a.jsonl").open("a") as stream:
             stream.write('{"text": "new"}\n' * 100)

@@ -96,7 +96,9 @@ def test_dtype_follows_the_largest_token(tmp_path, corpus, largest, dtype):
 
 def test_the_digest_is_that_of_the_file(tmp_path):
     files = {"1": NUMBERS, "2": NUMBERS, "3": NUMBERS | {"four": 4}}
-    first, same, other = (Tokenizer(tiny_tokenizer.words(tmp_path / name, words)).digest for name, words in files.items())
+    first, same, other = (
+        Tokenizer(tiny_tokenizer.words(tmp_path / name, words)).digest for name, words in files.items()
+    )
     assert first == same != other
 
 

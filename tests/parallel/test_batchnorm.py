@@ -93,11 +93,15 @@ def kernels() -> dict[str, Callable[..., Any]]:
     def backward_elemt(
         grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Any, total: Tensor, product: Tensor, count: Any
     ) -> Tensor:
-        center, scale, mean_of_totals, mean_of_products = channels(mean, inverse, total / count.sum(), product / count.sum())
+        center, scale, mean_of_totals, mean_of_products = channels(
+            mean, inverse, total / count.sum(), product / count.sum()
+        )
         of_input = (grad - mean_of_totals - (x - center) * scale**2 * mean_of_products) * scale
         return (of_input if weight is None else of_input * channels(weight)[0]).float()
 
-    return {kernel.__name__: kernel for kernel in (stats, gather_stats_with_counts, elemt, backward_reduce, backward_elemt)}
+    return {
+        kernel.__name__: kernel for kernel in (stats, gather_stats_with_counts, elemt, backward_reduce, backward_elemt)
+    }
 
 
 def in_rank() -> dict[Any, Any]:

@@ -234,7 +234,10 @@ over_cases = cases(
 @over_cases
 def test_sent_bytes_equal_the_formula(of_ranks, name):
     by_formula = of_ranks[0][name].by_formula
-    sent = {operation: sum(of_rank[name].sent[operation] for of_rank in of_ranks) / len(of_ranks) for operation in OPERATIONS}
+    sent = {
+        operation: sum(of_rank[name].sent[operation] for of_rank in of_ranks) / len(of_ranks)
+        for operation in OPERATIONS
+    }
     unknown = {operation for operation, size in by_formula.items() if size is None}
     assert unknown == UNKNOWN.get(name, set())
     between = {operation: size for operation, size in by_formula.items() if isinstance(size, tuple)}

@@ -253,7 +253,9 @@ def in_pieces() -> tuple[dict[str, int], bool]:
             engine, *_ = laid_out(strategy, model(), 4, compile=how)
             engine.gradients(*data().samples(0, 4), unscaled)
         gradients.append([local_part(weight.grad) for weight in engine.module.parameters() if weight.grad is not None])
-    alike = all(torch.allclose(gradient, other, rtol=1e-4, atol=1e-6) for gradient, other in zip(*gradients, strict=True))
+    alike = all(
+        torch.allclose(gradient, other, rtol=1e-4, atol=1e-6) for gradient, other in zip(*gradients, strict=True)
+    )
     return counts, alike
 
 

@@ -223,5 +223,7 @@ def test_older_torch_lacks_setters(monkeypatch):
 
 def test_torch_without_ring_refuses_it(monkeypatch):
     monkeypatch.setattr(ring, "_NEEDED", ("no_such_function",))
-    refusal = f"context_method=ring: needs …no_such_function, which torch {torch.__version__} does not have; try ulysses"
+    refusal = (
+        f"context_method=ring: needs …no_such_function, which torch {torch.__version__} does not have; try ulysses"
+    )
     assert refused(lambda: Strategy(context=2, context_method="ring")) == Abridged(refusal)

@@ -13,9 +13,7 @@ from tests.parallel.made import on_meta
 
 
 @pytest.mark.parametrize(("device", "timed"), [("cuda", [True, False, True]), ("cpu", [False, False, False])])
-def test_cudnn_times_algorithms_for_convolutions_only(
-    monkeypatch, device, timed
-):
+def test_cudnn_times_algorithms_for_convolutions_only(monkeypatch, device, timed):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     seen = []
     # What lays the model out is not needed, and would want a GPU.

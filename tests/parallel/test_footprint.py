@@ -70,6 +70,7 @@ def test_torch_pins_powers_of_two():
     """As ``tests/virtual/one_rank.py`` finds; the optimizer's state is not pinned."""
     model = on_meta(nn.Linear, in_features=1600, out_features=1600, bias=False)
     (plain,), (pinned,) = (
-        footprints(model, ADAMW, Strategy(shard=2), Dims(shard=2), average=False, pinned=is_pinned) for is_pinned in (False, True)
+        footprints(model, ADAMW, Strategy(shard=2), Dims(shard=2), average=False, pinned=is_pinned)
+        for is_pinned in (False, True)
     )
     assert pinned == Footprint(8 << 20, 8 << 20, plain.optimizer)

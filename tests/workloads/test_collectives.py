@@ -73,9 +73,7 @@ def test_groups_are_those_of_the_mesh_that_trains(data, pipeline):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=data * pipeline)
     try:
         mesh = Mesh(Dims(replicate=data, pipeline=pipeline), "cpu")
-        of_mesh = [
-            dist.get_process_group_ranks(one.get_group()) if one else [0] for one in (mesh.dp, mesh["pp"])
-        ]
+        of_mesh = [dist.get_process_group_ranks(one.get_group()) if one else [0] for one in (mesh.dp, mesh["pp"])]
     finally:
         dist.destroy_process_group()
     assert [groups_of(name, data * pipeline, pipeline)[0] for name in ("data", "pipeline")] == of_mesh

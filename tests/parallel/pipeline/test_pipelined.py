@@ -81,7 +81,9 @@ def test_shape_from_absent_rank_is_predicted():
     head = model.parts()["head"].to_empty(device="cpu")
     module_of(model).get_submodule("embedding.token").weight = head.projection.weight
     Copies(model.parts()["blocks.0"], [], torch.bfloat16).begin()
-    predicted = arriving(whole, ["embedding", "blocks.0"], torch.zeros(4, 6, dtype=torch.int64), torch.bfloat16, shares=1)
+    predicted = arriving(
+        whole, ["embedding", "blocks.0"], torch.zeros(4, 6, dtype=torch.int64), torch.bfloat16, shares=1
+    )
     assert (predicted.shape, predicted.dtype, predicted.device.type) == ((4, 6, 8), torch.bfloat16, "meta")
 
 
