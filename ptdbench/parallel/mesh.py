@@ -57,9 +57,9 @@ class Mesh:
         return self._views.get(dimension) if dimension in self._dimensions else self._views[dimension]
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """Return the process groups of this rank, in the same order on all ranks."""
+        """Return the process groups that communicate in a step, in the same order on all ranks."""
         groups = {"dp_cp": self.dp_cp.get_group(), "fsdp": self.fsdp.get_group(self.fsdp.ndim - 1)}
-        return groups | {name: view.get_group() for name, view in self._views.items() if name not in groups}
+        return groups | {name: view.get_group() for name, view in self._views.items() if name != "dp_shard"}
 
 
 def _forget_plans() -> None:
