@@ -86,13 +86,10 @@ class ImageArrays(Images):
         would be counted for images of another size.
         """
         problems = []
-        for option, value, required in (
-            ("classes", classes, self.classes),
-            ("image_size", image_size, self.image_size),
-        ):
-            if value != required:
-                rule = f"the model's must be that of these images, {required}"
-                problems.append(Problem(option, value, rule, try_these([f"model.{option}={required}"])))
+        for option, value, needed in (("classes", classes, self.classes), ("image_size", image_size, self.image_size)):
+            if value != needed:
+                rule = f"the model's must be that of these images, {needed}"
+                problems.append(Problem(option, value, rule, try_these([f"model.{option}={needed}"])))
         return problems
 
     @cached_property

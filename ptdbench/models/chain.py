@@ -267,9 +267,7 @@ class Chain:
         return torch.full((len(inputs), *shape[1:]), fill, dtype=self._dtype, device=inputs.device)
 
     def _stubs(self, fill: float) -> dict[str, nn.Module]:
-        return {
-            name: _Slot(module, partial(self._stub, self._shapes[name], fill)) for name, module in self._before.items()
-        }
+        return {name: _Slot(part, partial(self._stub, self._shapes[name], fill)) for name, part in self._before.items()}
 
     def _with_slots(self, stubs: Mapping[str, nn.Module]) -> nn.Module:
         """Return the module with slots for blocks, and stubs; modules around these are copied, all others shared."""

@@ -393,11 +393,9 @@ def _part(returned: Any, name: str) -> Any:
 
 
 def _alone(returned: Any, fits: Callable[[Tensor], bool]) -> Any:
-    """Return the only tensor of a tuple that fits, as for a tuple of outputs and loss; else ``found`` unchanged."""
-    fitting = (
-        [item for item in returned if isinstance(item, Tensor) and fits(item)] if isinstance(returned, tuple) else []
-    )
-    return fitting[0] if len(fitting) == 1 else returned
+    """Return the only tensor of a tuple that fits, as for a tuple of outputs and loss; else it is unchanged."""
+    alone = [out for out in returned if isinstance(out, Tensor) and fits(out)] if isinstance(returned, tuple) else []
+    return alone[0] if len(alone) == 1 else returned
 
 
 def _prefixed(by_part: Mapping[str, Any]) -> dict[str, Any]:

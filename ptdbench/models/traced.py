@@ -70,11 +70,8 @@ class _Called(nn.Module):
 
 def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
     """Trace the module; names of submodules begin with ``module.``."""
-    for kind, named_tensors in {
-        "weight": called.module.named_parameters,
-        "buffer": called.module.named_buffers,
-    }.items():
-        if (first := next(named_tensors(recurse=False), None)) is not None:
+    for kind, tensors in {"weight": called.module.named_parameters, "buffer": called.module.named_buffers}.items():
+        if (first := next(tensors(recurse=False), None)) is not None:
             raise NoChain(f"has a {kind}, {first[0]}, outside of its submodules")
     with refusing("cannot be traced"), preserved(called.module, whole=True):  # the module may cache a proxy
         graph = _Tracer(blocks).trace(called)

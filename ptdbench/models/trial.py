@@ -69,9 +69,7 @@ def _observed(
     # Two samples, for batch norms.
     two = [torch.zeros((2, *tensor.shape[1:]), dtype=tensor.dtype, device=place) for tensor in example]
     present = dict(tensors)
-    holders = {
-        name: [layer for layer in layers if weight in set(layer.parameters())] for name, weight in weights.items()
-    }
+    holders = {key: [layer for layer in layers if weight in set(layer.parameters())] for key, weight in weights.items()}
     with preserved(module, whole=True), _Uses(tensors, holders) as uses, uses.noting_calls(layers):
         Modes(module).train()
         if device:

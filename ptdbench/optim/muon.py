@@ -55,10 +55,8 @@ class Muon(torch.optim.Optimizer):
         """Update all weights that have a gradient."""
         for part in self._parts:
             # Groups and state are those of this optimizer, which loading a checkpoint replaces.
-            is_of_matrices = isinstance(part, _GatheredMuon)
-            part.param_groups = [
-                group for group in self.param_groups if (group["rule"] == "matrices") == is_of_matrices
-            ]
+            has_matrices = isinstance(part, _GatheredMuon)
+            part.param_groups = [group for group in self.param_groups if (group["rule"] == "matrices") == has_matrices]
             part.state = self.state
             part.step()
 

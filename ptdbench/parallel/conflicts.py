@@ -43,6 +43,8 @@ def is_settable(option: str) -> bool:
 _NO_EFFECT = "has no effect under these degrees of parallelism"
 _SHARED = "needs memory that GPUs write to each other"
 _1F1B = "parallel.schedule=interleaved1f1b"
+_OTHERS = "which other ranks share too"
+_UNDIVIDED = "try 1, or parallel=ddp,fsdp"
 
 
 def of_values(options: Options) -> list[Row]:
@@ -228,8 +230,7 @@ def of_sample(options: Options, inputs: Tensor, targets: Tensor, dims: Dims) -> 
     return [
         _undivided_positions(options, dims, [Role("positions", inputs.shape[1], "positions")], "a sample"),
         (targets.shape[:2] != inputs.shape[:2], "context",
-         f"divides inputs and targets by the same positions, and a sample has inputs and targets {shapes}",
-         "try 1, or parallel=ddp,fsdp"),
+         f"divides inputs and targets by the same positions, and a sample has inputs and targets {shapes}", _UNDIVIDED),
     ]  # fmt: skip
 
 
@@ -244,8 +245,8 @@ def _of_stages(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     if stages > layers:
         product = f"pipeline({dims.pipeline}) x stages_per_rank({per_rank}) = {stages} stages " if per_rank > 1 else ""
         fits = [size for size in divisors(dims.world_size) if size > 1 and size * per_rank <= layers][-3:]
-        single = ["parallel.schedule=1f1b"] if per_rank > 1 and dims.pipeline <= layers else []
-        others = [f"or {other}" if fits else other for other in single]
+        single = per_rank > 1 and dims.pipeline <= layers
+        others = ["or parallel.schedule=1f1b" if fits else "parallel.schedule=1f1b"] if single else []
         remedy = try_these([*fits, *others]) or "try another cluster.ranks_per_node, or parallel=ddp"
         yield True, "pipeline", f"{product}must not exceed the number of the model's layers, {layers}", remedy
         return
@@ -265,8 +266,7 @@ def _of_products(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     roles = {name: role for name, role in roles_of(model).items() if role.kind in styles}
     kinds = {role.kind for role in roles.values()}
     is_cut = not kinds.isdisjoint(tensor.DIMENSIONS)
-    yield (not is_cut, "tensor", "needs a model whose roles() name layers that can be cut",
-           "try 1, or parallel=ddp,fsdp")  # fmt: skip
+    yield not is_cut, "tensor", "needs a model whose roles() name layers that can be cut", _UNDIVIDED
     yield (is_cut and options.sequence and "scatter" not in kinds, "sequence",
            "needs a model whose roles() name the module where its stream begins", "try false")  # fmt: skip
     positions, others = list[Role](), list[Role]()
@@ -286,8 +286,7 @@ def _of_positions(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     roles = roles_of(model).values()
     attention, positions = ([role for role in roles if role.kind == kind] for kind in ("attention", "positions"))
     yield (not (attention and positions), "context",
-           "needs a model whose roles() name its attention and where its positions come in",
-           "try 1, or parallel=ddp,fsdp")  # fmt: skip
+           "needs a model whose roles() name its attention and where its positions come in", _UNDIVIDED)  # fmt: skip
     yield _undivided_positions(options, dims, positions)
     if options.context_method == "ulysses":
         yield _undivided("context", dims.context, attention, dims.tensor)
@@ -341,12 +340,7 @@ def _undivided_positions(options: Options, dims: Dims, positions: Sequence[Role]
 
 
 def _undivided(
-    option: str,
-    ranks: int,
-    roles: Sequence[Role],
-    others: int = 1,
-    why: str = "which other ranks share too",
-    whole: str = "the model",
+    option: str, ranks: int, roles: Sequence[Role], others: int = 1, why: str = _OTHERS, whole: str = "the model"
 ) -> Row:
     """Return whether ``ranks`` do not divide the units of roles, those without units aside.
 

@@ -19,7 +19,7 @@ def test_cudnn_times_algorithms_for_convolutions_only(monkeypatch, device, timed
     # What lays the model out is not needed, and would want a GPU.
     monkeypatch.setattr(strategy, "apply", lambda *_: seen.append(torch.backends.cudnn.benchmark))
     monkeypatch.setattr(strategy, "Accumulating", lambda *_, **__: None)
-    mesh = {"tensor": None, "context": None}
+    mesh = {"tp": None, "cp": None}
     setting = Setting(mesh=mesh, layout=BatchPlan(Dims(), 4, 4), device=torch.device(device))  # type: ignore[arg-type]
     for build in (partial(ResNet, depth=18), Toy, partial(ResNet, depth=18)):
         strategy.Strategy()(on_meta(build), setting)

@@ -54,7 +54,7 @@ def test_checksums_ignore_memory_order():
 
 def spread(odd: int | None, how: str) -> str:
     """What four ranks say of a weight, one of which has another value; as copies, two shards or four."""
-    mesh = mesh_of(Dims(replicate=2, shard=2)).shard
+    mesh = mesh_of(Dims(replicate=2, shard=2)).fsdp
     value = torch.full((4,), float(dist.get_rank() if odd is None else dist.get_rank() == odd))
     placements = {
         "copied": [Replicate(), Shard(0)],

@@ -32,5 +32,5 @@ def step_loop(
 ) -> StepLoop:
     """A loop on the CPU; ``train`` are options of the group of that name."""
     update = Update(engine, optimizer, schedule or Constant(), Train(**{**TRAIN, **train}), CPU)
-    mesh: Any = SimpleNamespace(batch=SimpleNamespace(get_local_rank=lambda: replica))
+    mesh: Any = SimpleNamespace(dp=SimpleNamespace(get_local_rank=lambda: replica))
     return StepLoop(engine, update, Feed(data, partial(where.rows, replica=replica), CPU), CPU, mesh)
