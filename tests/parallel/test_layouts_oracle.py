@@ -141,8 +141,8 @@ _broadcast = dist._broadcast_coalesced
 _rows, _over_ranks, _share = tensor._Vocabulary._look_up_own, tensor._over_ranks, pipelined.Pipelined._share_of_loss
 
 
-def of_share(share: Tensor, mesh: Any, how: str) -> Tensor:
-    return share if how == "sum" else _over_ranks(share, mesh, how)
+def of_share(share: Tensor, mesh: Any, reduction: str) -> Tensor:
+    return share if reduction == "sum" else _over_ranks(share, mesh, reduction)
 
 
 def swapped(found: Tensor) -> Tensor:
