@@ -16,13 +16,15 @@ wait $$types; types=$$?; \
 echo "mypy: $$(cat $(VENV)/types.log)"; \
 exit $$((tests | types))
 endef
+# With the target's name; KEEP=1 stores what it finds in benchmarks/results.json, and rewrites benchmarks/README.md.
+BENCHMARK = $(BIN)/python -m benchmarks $@ $(ARGS)
 # For gpu-check: a folder of wheels to put on the path on a machine that cannot install.
 WHEELS ?=
 
 .DEFAULT_GOAL := help
 # A .venv that could not be made, as without Debian's python3-venv, is made again.
 .DELETE_ON_ERROR:
-.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix parity-experts virtual-matrix virtual-step virtual-truth phases-truth memory-truth plan-truth compare-truth ranks-truth split attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead launch-time model-speed train-for-real plan-truth memory-truth ranks-truth parity-matrix virtual-truth virtual-step attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -58,71 +60,38 @@ dist: install-test  ## build the source archive and the wheel into dist/
 	$(BIN)/python -m build --no-isolation $(ARGS)
 	$(BIN)/python -m twine check --strict dist/*
 
-overhead: install  ## what steps and checkpoints cost, and whether collectives and products are timed right
-	$(BIN)/python benchmarks/overhead.py $(ARGS)
-	$(BIN)/python benchmarks/checkpoint_cost.py
-	$(BIN)/python benchmarks/collectives_truth.py
-	$(BIN)/python benchmarks/matmul_truth.py
-
-train-for-real: install-test  ## whether training comes to a result: digits to an accuracy, text to its bits per byte
-	$(BIN)/python benchmarks/train_for_real.py $(ARGS)
-
-data-speed: install  ## what each data pipeline delivers, and how fast the step loop asks for it
-	$(BIN)/python benchmarks/data_speed.py $(ARGS)
-
-model-speed: install-test  ## our GPT-2, Llama or Mixtral against the one of transformers
-	$(BIN)/python benchmarks/model_speed.py $(ARGS)
+overhead: install  ## what steps and checkpoints cost, and whether collectives and products are timed right; ARGS=phases
+	$(BENCHMARK)
 
 launch-time: install  ## how long local ranks take to start, against torchrun, and what a run of a sweep costs
-	$(BIN)/python benchmarks/launch_time.py $(ARGS)
+	$(BENCHMARK)
 
-status-speed: install  ## how long `ptdbench status` takes on a sweep of 1,000 runs
-	$(BIN)/python benchmarks/status_speed.py $(ARGS)
+model-speed: install-test  ## our GPT-2, Llama or Mixtral against the one of transformers
+	$(BENCHMARK)
 
-report-speed: install-test  ## how long a report of 1,000 and of 10,000 runs takes to write, and to open in Chromium
-	$(BIN)/python benchmarks/report_speed.py $(ARGS)
+train-for-real: install-test  ## whether training comes to a result: digits to an accuracy, text to its bits per byte
+	$(BENCHMARK)
 
-long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay as they began
-	$(BIN)/python -m benchmarks.long_run $(ARGS)
-
-plan-truth: install  ## how fast and how right `ptdbench plan` and train.micro_batch=max are; ARGS="--only sizes"
-	$(BIN)/python benchmarks/plan_truth.py $(ARGS)
-
-compare-truth: install-test  ## how often repeats tell identical configurations apart, and miss slower ones: an hour
-	$(BIN)/python benchmarks/compare_truth.py $(ARGS)
-
-ranks-truth: install-test  ## how often ranks are wrong, and decide, in made sweeps; ARGS="--bench 20": make bench 20 times
-	$(BIN)/python -m benchmarks.ranks_truth $(ARGS)
-
-split: install  ## few long runs or many short ones: which tell more in a given time
-	$(BIN)/python -m benchmarks.split $(ARGS)
-
-phases-truth: install  ## the phases of a step against steps whose communication costs nothing
-	$(BIN)/python benchmarks/phases_truth.py $(ARGS)
+plan-truth: install  ## how fast and how right `ptdbench plan` is; ARGS="--only sizes"
+	$(BENCHMARK)
 
 memory-truth: install  ## what plan says of each rank's training state and messages, against the same steps on real ranks
-	$(BIN)/python benchmarks/memory_truth.py $(ARGS)
+	$(BENCHMARK)
 
-bubbles: install  ## how long each pipeline schedule idles, against its formula
-	$(BIN)/python benchmarks/bubbles.py $(ARGS)
+ranks-truth: install-test  ## how often ranks are wrong, and decide, in made sweeps; ARGS="--bench 20": make bench 20 times
+	$(BENCHMARK)
 
-parity-matrix: install  ## does every layout compute the same numbers under every lever; the table of docs/parity.md
-	$(BIN)/python benchmarks/parity_matrix.py $(ARGS)
+parity-matrix: install  ## does every layout compute the same numbers under every lever: docs/parity.md; ARGS=experts
+	$(BENCHMARK)
 
-parity-experts: install  ## losses and norms of gradients of a model with experts, every layout against one rank; the table of docs/experts.md
-	$(BIN)/python benchmarks/parity_experts.py $(ARGS)
-
-virtual-matrix: install  ## does every layout run on virtual GPUs, in each precision; the table of docs/virtual.md
-	$(BIN)/python benchmarks/virtual_matrix.py $(ARGS)
+virtual-truth: install  ## memory on virtual GPUs against real ones; ARGS=layouts: does every layout run; docs/virtual.md
+	$(BENCHMARK)
 
 virtual-step: install  ## kernels, bytes, FLOPs and memory of a training step on a virtual GPU: ours, nanoGPT's and transformers'
-	$(BIN)/python benchmarks/virtual_step.py $(ARGS)
-
-virtual-truth: install  ## memory reserved on virtual GPUs, against what torchtitan has published; the table of docs/virtual.md
-	$(BIN)/python benchmarks/virtual_truth.py $(ARGS)
+	$(BENCHMARK)
 
 attack: install  ## SIGKILL random processes of real runs 250 times: is anything lost; ARGS="--slurm 0" without SLURM
-	$(BIN)/python -m benchmarks.attack $(ARGS)
+	$(BENCHMARK)
 
 gpu-check:  ## the acceptance run of one GPU: make gpu-check PYTHON=python3 WHEELS=wheels ARGS="--part numbers"
 	$(PYTHON) -m benchmarks.gpu_check $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)

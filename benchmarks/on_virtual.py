@@ -19,16 +19,14 @@ from benchmarks.script import read
 from ptdbench.setup import choices
 
 
-def main(name: str, count: int, command: list[str]) -> int:
-    """The exit status of the command."""
+def main(name: str, count: str, *command: str) -> int:
+    """Return the exit status of the command."""
     machine = choices.virtual(read(f"virtual={name}", "virtual.real_time=true"))
     assert machine is not None  # what virtual= names is one
     with TemporaryDirectory() as cache:
-        environ = {**os.environ, **machine.environment(count), "XDG_CACHE_HOME": cache}
+        environ = {**os.environ, **machine.environment(int(count)), "XDG_CACHE_HOME": cache}
         return subprocess.run([sys.executable, *command], env=environ, check=False).returncode
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 4:
-        sys.exit(__doc__)
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(*sys.argv[1:]) if len(sys.argv) > 3 else __doc__)

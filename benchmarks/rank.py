@@ -23,30 +23,35 @@ from ptdbench.setup import run_spec
 from ptdbench.setup.config import Config
 
 
-def on_ranks(asked: Config, body: Callable[..., Any], *arguments: Any, within: str | None = None) -> Any:
+def on_ranks(config: Config, body: Callable[..., Any], *arguments: Any, within: str | None = None) -> Any:
     """Have the ranks of a run carry out ``body(job, *arguments)``, and return what rank 0 does, as JSON has it.
 
     Args:
-        asked: The configuration of their run, which says how many there are.
+        config: The configuration of their run, which says how many there are.
         body: A function that can be pickled.
         arguments: Can be pickled too.
-        within: Where their run's directory is for so long; by default among temporary files.
+        within: Where the run's directory is for so long; by default among temporary files.
     """
-    size = run_spec.specify(asked, None).world_size
+    size = run_spec.specify(config, None).world_size
     with TemporaryDirectory(dir=within) as directory:
-        where = run_spec.place(asked, size)
-        local.start(_in_rank, size, asked, directory, body, *arguments, where=where)
+        where = run_spec.place(config, size)
+        local.start(_in_rank, size, config, directory, body, *arguments, where=where)
         return json.loads(Path(directory, "returned.json").read_text())
 
 
+def job_of(config: Config, job: Job) -> Job:
+    """Return the job of another run of the same ranks, in their process group."""
+    return replace(job, spec=run_spec.specify(config, job.world))
+
+
 def _in_rank(
-    environ: Mapping[str, str], asked: Config, directory: str, body: Callable[..., Any], *arguments: Any
+    environ: Mapping[str, str], config: Config, directory: str, body: Callable[..., Any], *arguments: Any
 ) -> None:
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
     world = discover(os.environ)
     assert world is not None  # local.start has just said who this is, in torchrun's words
     world = replace(world, launcher="local")
-    spec = run_spec.specify(asked, world)
+    spec = run_spec.specify(config, world)
     device = spec.device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

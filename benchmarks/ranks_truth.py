@@ -1,18 +1,19 @@
 """How often the ranks of a table are wrong, and how often they decide: made sweeps, or ``make bench`` again and again.
 
-    python -m benchmarks.ranks_truth                  # made sweeps: a minute on a core
-    python -m benchmarks.ranks_truth --sweeps 10000   # each share to 0.4 points: 5 minutes
-    python -m benchmarks.ranks_truth --bench 20       # instead of it make bench, so many times: 40 minutes
+    make ranks-truth                              # made sweeps: a minute on a core
+    make ranks-truth ARGS="--sweeps 10000"        # each share to 0.4 points: 5 minutes
+    make ranks-truth ARGS="--bench 20"            # instead of it make bench, so many times: 40 minutes
 
 A run's throughput is its layout's, times the drift of the machine, times an error of its own of 8 %. The drift is that
-of 480 runs in ``benchmarks/images/noise.png``, whose variogram ``make compare-truth`` found on two busy cores: 7 %, and
-two runs share less than a third of it that are 15 runs apart. Errors are normal, of Student's t with 3 degrees of
-freedom, or of layouts whose variances are 3:1; 30:1 and 100:1 for three runs. With a past, three earlier sweeps of
-other layouts are known, whose errors were anywhere between 0.6 and 1.6 times as large; with a quieter past between 0.18
-and 0.5 times, with a noisier one between 2.4 and 6.6 times.
+of 480 runs in ``benchmarks/images/noise.png`` on two busy cores: 7 %, and two runs share less than a third of it that
+are 15 runs apart. Errors are normal, of Student's t with 3 degrees of freedom, or of layouts whose variances are 3:1;
+30:1 and 100:1 for three runs. With a past, three earlier sweeps of other layouts are known, whose errors were anywhere
+between 0.6 and 1.6 times as large; with a quieter past between 0.18 and 0.5 times, with a noisier one between 2.4 and
+6.6 times.
 
-All are judged by the product's own functions. For two layouts Student's t is exact: half of such shares lie above 5 %.
-A row of identical ones misses where one so large would be seen in less than 1 of 100 cases at 5 %.
+Good is at most 5 % of identical layouts told apart, and 95 % of those of ``make bench`` decided. For two layouts
+Student's t is exact: half of such shares lie above 5 %. A row of identical ones misses where one so large would be seen
+in less than 1 of 100 cases at 5 %.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -29,11 +31,10 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from benchmarks.compare_truth import Row, Share
-from benchmarks.script import ROOT, parser_of
+from benchmarks.script import ROOT, keep, options
 from ptdbench.comparison import alternatives, noise, significance, variation
 from ptdbench.comparison.ranking import rank
-from ptdbench.comparison.significance import LEVEL
+from ptdbench.comparison.significance import LEVEL, POWER
 from ptdbench.comparison.variation import Noise, Pool, Sample
 from ptdbench.records import store
 from ptdbench.setup.config import Repeat
@@ -60,25 +61,42 @@ PASTS = {"": None, "with a past": 1.0, "with a quieter past": 0.3, "with a noisi
 Errors = Callable[[np.random.Generator, int, int], np.ndarray]
 
 
+@dataclass(frozen=True)
+class Row:
+    """How often something was seen in so many sweeps, and what should be so."""
+
+    name: str  #: What was compared.
+    seen: int  #: In so many sweeps it was seen.
+    tried: int  #: Of so many.
+    rule: str  #: What should be so; empty where nothing is asked.
+    is_met: bool  #: Whether it is.
+
+    def __str__(self) -> str:
+        low, high = stats.binomtest(self.seen, self.tried).proportion_ci(0.95)
+        share = f"{self.seen / self.tried:.1%} of {self.tried} ({low:.1%} to {high:.1%})"
+        verdict = f", {self.rule}: {'PASS' if self.is_met else 'MISS'}" if self.rule else ""
+        return f"  {self.name:58} {share}{verdict}"
+
+
 def normal(random: np.random.Generator, layouts: int, repeats: int) -> np.ndarray:
-    """Errors of runs, by layouts and repeats."""
+    """Draw errors of runs, by layouts and repeats."""
     return random.normal(0, ERROR, (layouts, repeats))
 
 
 def heavy(random: np.random.Generator, layouts: int, repeats: int) -> np.ndarray:
-    """The same with rare large ones: Student's t with 3 degrees of freedom, whose variance is 3."""
+    """Draw the same with rare large ones: Student's t with 3 degrees of freedom, whose variance is 3."""
     return ERROR / math.sqrt(3) * random.standard_t(3, (layouts, repeats))
 
 
 def unequal(random: np.random.Generator, layouts: int, repeats: int) -> np.ndarray:
-    """The same where the first layout's variance is three times that of the others; theirs is usual on average."""
+    """Draw the same where the first layout's variance is three times that of the others; theirs is usual on average."""
     variances = np.where(np.arange(layouts) == 0, 3.0, 1.0)
     deviations = ERROR * np.sqrt(variances / variances.mean())
     return random.normal(0, deviations[:, None], (layouts, repeats))
 
 
 def noisy(random: np.random.Generator, layouts: int, repeats: int, *, ratio: float) -> np.ndarray:
-    """Normal errors where the first layout's variance is so many times that of the others, and theirs is usual."""
+    """Draw normal errors where the first layout's variance is so many times that of the others, and theirs is usual."""
     scale = np.where(np.arange(layouts) == 0, math.sqrt(ratio), 1.0)
     return scale[:, None] * normal(random, layouts, repeats)
 
@@ -90,7 +108,7 @@ FAR: dict[str, Errors] = {f"{ratio}:1": partial(noisy, ratio=ratio) for ratio in
 
 
 def sweep(random: np.random.Generator, shares: Sequence[float], repeats: int, errors: Errors) -> list[Sample]:
-    """The runs of a made sweep, in the order in which they would be carried out.
+    """Make the runs of a sweep, in the order in which they would be carried out.
 
     Args:
         random: Where chance comes from.
@@ -98,7 +116,7 @@ def sweep(random: np.random.Generator, shares: Sequence[float], repeats: int, er
         repeats: Runs of each.
         errors: Draws their errors.
     """
-    own = errors(random, len(shares), repeats)
+    of_runs = errors(random, len(shares), repeats)
     correlation = math.exp(-1 / MEMORY)
     drift = random.normal(0, DRIFT)
     samples: list[dict[Hashable, float]] = [{} for _ in shares]
@@ -106,17 +124,17 @@ def sweep(random: np.random.Generator, shares: Sequence[float], repeats: int, er
     for layout, block in order:
         drift = correlation * drift + math.sqrt(1 - correlation**2) * random.normal(0, DRIFT)
         key = layout if block is None else block  # a single run is of no block
-        samples[layout][key] = shares[layout] * math.exp(drift + own[layout, block or 0])
+        samples[layout][key] = shares[layout] * math.exp(drift + of_runs[layout, block or 0])
     return list(samples)
 
 
 def past(random: np.random.Generator, errors: Errors, quiet: float) -> Noise:
-    """What three earlier sweeps say, whose errors were ``quiet`` times those of today, more or less."""
-    found = Noise()
+    """Return what three earlier sweeps say, whose errors were ``quiet`` times those of today, more or less."""
+    noise = Noise()
     for scale in quiet * np.exp(random.uniform(-0.5, 0.5, 3)):
         runs = sweep(random, (1.0, 0.8, 0.6), 3, lambda *sizes, scale=scale: scale * errors(*sizes))
-        found += variation.noise(runs)
-    return found
+        noise += variation.noise(runs)
+    return noise
 
 
 def is_told_apart(samples: Sequence[Sample], earlier: Noise | None, level: float = LEVEL) -> bool:
@@ -129,45 +147,53 @@ def is_first_decided(samples: Sequence[Sample], earlier: Noise | None) -> bool:
     return significance.ranks(significance.faster(Pool(samples, earlier), samples))[0] == (1, 1)
 
 
-def is_told_apart_at_a_look(samples: Sequence[Sample], earlier: Noise | None, most: int) -> bool:
-    """Whether ``repeat=auto`` tells any two apart whenever it looks."""
+def is_told_apart_at_a_look(samples: Sequence[Sample], earlier: Noise | None) -> bool:
+    """Whether ``repeat=auto`` tells any two apart whenever it looks, until these runs are all."""
+    most = len(samples[0])
     level = significance.level_of_look(most)
     return any(
-        is_told_apart([{block: one[block] for block in range(look)} for one in samples], earlier, level)
+        is_told_apart([{block: sample[block] for block in range(look)} for sample in samples], earlier, level)
         for look in significance.interim_looks(most)
     )
 
 
 def identical(random: np.random.Generator, sweeps: int) -> Iterator[Row]:
-    """Layouts that do not differ: in tables of repeats, of single runs, and at the looks of ``repeat=auto``."""
+    """Compare layouts that do not differ: in tables of repeats, of single runs, and at the looks of ``repeat=auto``."""
     few, more = product((2, 3, 8), (2, 3), PASTS), product((2, 3, 8), (5, 9), ("",))
     sizes = [*few, *more, *product((2, 3, 8), (1,), ("with a past",))]
-    kinds = [*product(ERRORS.items(), sizes), *product(FAR.items(), product((3, 8, 15), (3,), ("",)))]
-    for (name, errors), (layouts, repeats, which) in kinds:
-        quiet = PASTS[which]
-        pasts = (past(random, errors, quiet) if quiet else None for _ in range(sweeps))
-        seen = sum(is_told_apart(sweep(random, [1.0] * layouts, repeats, errors), earlier) for earlier in pasts)
-        said = f"{layouts} identical x {repeats}, {name}{', ' * bool(which)}{which}"
-        yield _row(said, seen, sweeps, most=LEVEL)
-    for name, errors in ERRORS.items():
-        tries = (sweep(random, [1.0] * 3, 20, errors) for _ in range(sweeps))
-        seen = sum(is_told_apart_at_a_look(one, None, 20) for one in tries)
-        yield _row(f"3 identical, repeat=auto repeat.max=20, {name}", seen, sweeps, most=LEVEL)
+    kinds = [*product(ERRORS, sizes), *product(FAR, product((3, 8, 15), (3,), ("",)))]
+    for kind, (layouts, repeats, earlier) in kinds:
+        seen = _seen(random, sweeps, is_told_apart, [1.0] * layouts, repeats, kind, earlier)
+        yield _row(f"{layouts} identical x {repeats}, {kind} {earlier}", seen, sweeps, most=LEVEL)
+    for kind in ERRORS:
+        seen = _seen(random, sweeps, is_told_apart_at_a_look, [1.0] * 3, 20, kind)
+        yield _row(f"3 identical, repeat=auto repeat.max=20, {kind}", seen, sweeps, most=LEVEL)
 
 
 def decided(random: np.random.Generator, sweeps: int) -> Iterator[Row]:
-    """Layouts that differ as those of ``make bench`` do, with as many repeats and with fewer."""
+    """Compare layouts that differ as those of ``make bench`` do, with as many repeats and with fewer."""
     sizes = [*product((3, 5, 7, BENCH), ("",)), (5, "with a noisier past")]
-    for (name, errors), (repeats, which) in product(ERRORS.items(), sizes):
-        quiet = PASTS[which]
-        pasts = (past(random, errors, quiet) if quiet else None for _ in range(sweeps))
-        seen = sum(is_first_decided(sweep(random, LAYOUTS, repeats, errors), earlier) for earlier in pasts)
-        said = f"first of {', '.join(map(str, LAYOUTS))} x {repeats}, {name}{', ' * bool(which)}{which}"
-        yield _row(said, seen, sweeps, least=DECIDED if repeats == BENCH else 0.0)
+    for kind, (repeats, earlier) in product(ERRORS, sizes):
+        seen = _seen(random, sweeps, is_first_decided, LAYOUTS, repeats, kind, earlier)
+        name = f"first of {', '.join(map(str, LAYOUTS))} x {repeats}, {kind} {earlier}"
+        yield _row(name, seen, sweeps, least=DECIDED if repeats == BENCH else 0.0)
+    for kind in ERRORS:
+        seen = _seen(random, sweeps, is_told_apart_at_a_look, (1.0, 0.95), 60, kind)
+        yield _row(f"5 % slower, repeat=auto, {kind}", seen, sweeps, least=POWER)
+
+
+def _seen(
+    random: np.random.Generator, sweeps: int, sees: Callable[[Sequence[Sample], Noise | None], bool],
+    shares: Sequence[float], repeats: int, kind: str, earlier: str = "",
+) -> int:  # fmt: skip
+    """Of how many made sweeps something is so."""
+    errors, quiet = (ERRORS | FAR)[kind], PASTS[earlier]
+    pasts = (past(random, errors, quiet) if quiet else None for _ in range(sweeps))
+    return sum(sees(sweep(random, shares, repeats, errors), noise) for noise in pasts)
 
 
 def bench(times: int) -> Iterator[Row]:
-    """``make bench`` as often: whether its table says which layout is the fastest, and whether in time."""
+    """Carry out ``make bench`` as often: whether its table says which layout is the fastest, and whether in time."""
     first, seconds = 0, []
     for number in range(times):
         directory = Path("outputs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_bench-{number}")
@@ -184,25 +210,26 @@ def bench(times: int) -> Iterator[Row]:
 
 def _row(name: str, seen: int, tried: int, most: float = 1.0, least: float = 0.0) -> Row:
     """A share that has to be at most, or at least, so large."""
-    share = Share(seen, tried, is_fresh=True)
     rule = f"at most {most:.0%}" if most < 1 else f"at least {least:.0%}" if least else ""
     is_more = stats.binomtest(seen, tried, most, "greater").pvalue < 0.01
-    return Row(name, share, rule, least <= share.point and not is_more)
+    return Row(name, seen, tried, rule, least <= seen / tried and not is_more)
 
 
 def main() -> int:
     """Print the shares; 1 if one of them misses what it should be."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--sweeps", type=int, default=1000, help="of each kind")
-    parser.add_argument("--bench", type=int, metavar="TIMES", help="run make bench so often instead")
-    options = parser.parse_args()
+    given = options(__doc__, sweeps=(1000, "of each kind"), bench=(int, "run make bench so often instead"))
     random = np.random.default_rng(0)
-    made = chain(identical(random, options.sweeps), decided(random, options.sweeps))
-    met = True
-    for row in bench(options.bench) if options.bench else made:
+    made = chain(identical(random, given.sweeps), decided(random, given.sweeps))
+    rows = []
+    for row in bench(given.bench) if given.bench else made:
         print(row, flush=True)
-        met &= row.is_met
-    return int(not met)
+        rows.append(row)
+    if given.bench:
+        keep("bench", ", ".join(f"{row.seen} of {row.tried}" for row in rows))
+    for rule in {row.rule for row in rows if row.rule and not given.bench}:
+        shares = [row.seen / row.tried for row in rows if row.rule == rule]
+        keep(f"ranks: {rule}", f"{min(shares):.1%} to {max(shares):.1%} of {given.sweeps:,}")
+    return int(not all(row.is_met for row in rows))
 
 
 if __name__ == "__main__":

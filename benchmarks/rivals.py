@@ -12,7 +12,6 @@ from torch import Tensor, nn
 #: Returns the mean loss of ``inputs`` and ``targets``, each ``[batch, length]`` in int64.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-
 #: How our sizes are called there; GPT-2 has other names for the same.
 _COMMON = {
     "vocabulary": "vocab_size",

@@ -8,8 +8,8 @@ the same operations in the same order, which is what the allocator sees. Weights
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,7 +66,7 @@ class Recipe:
     compile: bool  #: Whether each block is compiled.
     float8: bool  #: Whether the blocks' linear layers compute in float8, and FSDP gathers it.
     shard: int  #: Data-parallel ranks.
-    context: int = 1  #: Ranks that divide the sequences.
+    context: int = 1  #: Ranks that divide the sequences; rows with more than one are left out.
     tensor: int = 1  #: Ranks that divide the matrices.
     #: Whether the loss is compiled too, and norms and the optimizer are torch's fused ones, as from 2025.
     of_2025: bool = False
@@ -174,13 +174,11 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def meshes(recipe: Recipe) -> dict[str, DeviceMesh]:
-    """The ranks in each degree: ``shard`` (data times context), ``cp``, ``tp``."""
-    degrees = {"dp": recipe.shard, "cp": recipe.context, "tp": recipe.tensor}
-    sizes = {name: size for name, size in degrees.items() if size > 1}
-    mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    inner = tuple(name for name in ("dp", "cp") if name in sizes)
-    found = {name: mesh[name] for name in sizes}
-    return found | {"shard": mesh[inner]._flatten("shard") if len(inner) > 1 else mesh[inner[0]]}
+    """The ranks that shard the data, and those that divide the matrices, where some do."""
+    if recipe.tensor == 1:
+        return {"shard": init_device_mesh("cuda", (recipe.shard,), mesh_dim_names=("shard",))}
+    mesh = init_device_mesh("cuda", (recipe.shard, recipe.tensor), mesh_dim_names=("shard", "tp"))
+    return {"shard": mesh["shard"], "tp": mesh["tp"]}
 
 
 def laid_out(model: Transformer, recipe: Recipe, mesh: dict[str, DeviceMesh]) -> Transformer:
@@ -291,39 +289,18 @@ class Training:
             torch.zeros(self._recipe.batch, self._recipe.length, dtype=torch.long).to("cuda") for _ in range(2)
         )
         self._optimizer.zero_grad()
-        with self._context(tokens, targets):
+        # Flash attention is what torch took at that time.
+        attention = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+        with attention, loss_parallel() if self._recipe.tensor > 1 else nullcontext():
             logits = self._model(tokens)
             loss = self._loss_of(logits, targets)
             del logits
             loss.backward()
         parameters = list(self._model.parameters())
-        norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None], foreach=True)
+        norm = nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None], foreach=True)
         nn.utils.clip_grads_with_norm_(parameters, 1.0, norm, foreach=True)
         self._optimizer.step()
         if self._recipe.float8:
             from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
             precompute_float8_dynamic_scale_for_fsdp(self._model)
-
-    @contextmanager
-    def _context(self, tokens: Tensor, targets: Tensor) -> Iterator[None]:
-        """What the forward and backward pass runs in; flash attention is what torch took at that time."""
-        with ExitStack() as stack:
-            stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]))
-            if self._recipe.tensor > 1:
-                stack.enter_context(loss_parallel())
-            if self._recipe.context > 1:
-                from torch.distributed.tensor.experimental import context_parallel
-                from torch.distributed.tensor.experimental._attention import set_rotate_method
-
-                set_rotate_method("allgather")
-                buffers = [tokens, targets, self._model.turns]
-                stack.enter_context(
-                    context_parallel(
-                        self._mesh["cp"],
-                        buffers=buffers,
-                        buffer_seq_dims=[1, 1, 0],
-                        no_restore_buffers={tokens, targets},
-                    )
-                )
-            yield

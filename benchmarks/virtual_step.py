@@ -1,19 +1,10 @@
 """What a training step asks of a GPU: kernels, bytes, FLOPs and memory, of ours and of others side by side.
 
-    python benchmarks/virtual_step.py
-    python benchmarks/virtual_step.py --model gpt_small --batch 64 --only ours nanogpt --modes eager
+    make virtual-step ARGS="--model gpt_small --batch 64 --only ours nanogpt --modes false"
 
-Each model takes the steps of ``model_speed.py`` in bf16 on a virtual H100, alone in a fresh process. Kernels and peaks
-of memory are exact. The rest is **estimated, not measured**:
-
-- bytes: of the tensors that an operation reads and writes, each once; of a Triton kernel as Inductor counts them. What
-  caches save and what a kernel reads twice is not in it.
-- FLOPs: of matrix products and attention, by torch's formulas; causal attention in full, as MFU has it.
-- roofline: the longer of the time of an operation's bytes and of its FLOPs, added up; see :data:`SHARES`. Nothing
-  overlaps, and no kernel is late.
-- host: seconds in which this machine launched a step, beside whatever else it does.
-
-A cast is a kernel that only changes a dtype.
+Each model takes the steps of ``make model-speed`` in bf16 on a virtual H100, alone in a fresh process. Kernels, casts
+(which only change a dtype) and peaks of memory are exact; bytes, FLOPs and the roofline are **estimates**, see the
+README; host is the time in which this machine launched a step. Good is fewer bytes than the others.
 """
 
 from __future__ import annotations
@@ -35,7 +26,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from hydra.utils import instantiate
 from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,14 +33,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.model_speed import stepper
-from benchmarks.script import parser_of
+from benchmarks.script import keep, options, read
+from benchmarks.tables import drawn
 from ptdbench.measure import memory
 from ptdbench.models import softmax  # noqa: F401 # makes operations of torch's
 from ptdbench.profiling import trace
-from ptdbench.setup.compose import compose_all
+from ptdbench.setup import choices
 from ptdbench.training import profile
-from ptdbench.virtual import library
 from ptdbench.virtual.device import Device
+from ptdbench.virtual.machine import Machine
 
 #: What of a data sheet's rates is assumed to be reached: 680 of an H100's 989 TFLOP/s in products of this size, half of
 #: them in attention, which computes half of its pairs, and 2.75 of its 3.35 TB/s.
@@ -62,8 +53,10 @@ GPUS = ("h100", "h200", "a100")
 #: Steps before the one that is looked at: the first compiles, and has no optimizer state yet.
 WARMUP = 3
 
-#: The compile mode of ``model_speed.py``, by what is compiled.
-MODES = {"eager": "false", "compiled": "layers"}
+COLUMNS = (
+    "step of", "kernels", "casts", "GB", "TFLOP", "allocated GiB", "reserved GiB", "host ms",
+    *(f"roofline {gpu.upper()}, ms (MFU)" for gpu in GPUS),
+)  # fmt: skip
 
 _aten = torch.ops.aten
 
@@ -129,7 +122,7 @@ class Counted(TorchDispatchMode):
 
 
 def traffic(func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> float:
-    """Bytes that an operation reads and writes."""
+    """Return the bytes that an operation reads and writes."""
     kind, written = func.overloadpacket, set[int]()
     for argument, value in _named(func, args, kwargs):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -180,14 +173,13 @@ def seconds(operations: list[tuple[str, float, float]], gpu: Device) -> float:
     return sum(max(size / bandwidth, flops / rates[kind]) for kind, size, flops in operations)
 
 
-def count(who: str, options: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """In a process with a virtual GPU: take steps, and look at memory, operations and kernels of one each.
-
-    ``options`` are those of ``model_speed.py``.
-    """
+def count(given: argparse.Namespace) -> dict[str, Any]:
+    """Take steps of one model in a process with a virtual GPU; look at memory, operations and kernels of one each."""
     torch._inductor.config.benchmark_kernel = True  # Inductor writes to a kernel how many bytes it reads and writes
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    step = stepper(who, options, mode)
+    (rival,), (mode,) = given.only, given.modes
+    steps = {"against": rival, "precision": "bf16", "device": "cuda", "set": []}
+    step = stepper("ours" if rival == "ours" else "theirs", argparse.Namespace(**vars(given), **steps), mode)
     for _ in range(WARMUP):
         step()
     torch.cuda.synchronize()
@@ -195,26 +187,28 @@ def count(who: str, options: argparse.Namespace, mode: str) -> dict[str, Any]:
     started = time.perf_counter()
     step()
     host = time.perf_counter() - started
-    peaks = memory.peak_bytes(options.device), memory.peak_reserved_bytes(options.device)
+    on = torch.device("cuda", 0)
+    peaks = memory.peak_bytes(on), memory.peak_reserved_bytes(on)
     with Counted().with_triton() as counted:
         step()
-    names = kernels(step, options.device)
-    return {
-        "kernels": len(names),
-        "kinds": Counter(map(profile.kernel_kind, names)),
-        "casts": sum(map(is_cast, names)),
-        "bytes": sum(size for _, size, _ in counted.operations),
-        "flops": sum(flops for *_, flops in counted.operations),
-        "allocated": peaks[0],
-        "reserved": peaks[1],
-        "host": host,
-        "roofline": {gpu: seconds(counted.operations, device(gpu)) for gpu in GPUS},
-        "names": Counter(names),
-    }
+    names = kernels(step, on)
+    flops = sum(flops for *_, flops in counted.operations)
+    rooflines = [(machine(gpu).gpu, seconds(counted.operations, machine(gpu).gpu)) for gpu in GPUS]
+    row = [
+        f"{rival}, {'eager' if mode == 'false' else 'compiled'}",
+        len(names),
+        sum(map(is_cast, names)),
+        f"{sum(size for _, size, _ in counted.operations) / 1e9:.1f}",
+        f"{flops / 1e12:.1f}",
+        *(f"{peak / 2**30:.2f}" for peak in peaks),
+        f"{host * 1e3:.0f}",
+        *(f"{took * 1e3:.1f} ({flops / took / gpu.peaks['bf16']:.0%})" for gpu, took in rooflines),
+    ]
+    return {"row": row, "kinds": Counter(map(profile.kernel_kind, names)), "names": Counter(names)}
 
 
 def kernels(step: Callable[[], Tensor], on: torch.device) -> list[str]:
-    """The names of the kernels of a step."""
+    """Return the names of the kernels of a step."""
     with profile.profiled(on) as taken, record_function(f"{trace.STEP}0"):
         step()
         torch.cuda.synchronize()
@@ -229,67 +223,49 @@ def is_cast(kernel: str) -> bool:
     return bool(_TRITON_CASTS.match(kernel) or _CASTS.search(kernel))
 
 
-def device(name: str) -> Device:
-    """A model of GPU, as ``virtual`` chooses it."""
-    found: Device = instantiate(compose_all([f"virtual={name}"]).jobs[0].virtual.gpu)
+def machine(name: str) -> Machine:
+    """Return a virtual machine with a GPU, as ``virtual`` chooses it."""
+    found = choices.virtual(read(f"virtual={name}"))
+    assert found
     return found
 
 
-def row(label: str, found: Mapping[str, Any]) -> str:
-    """A row of the table."""
-    figures = (
-        label,
-        found["kernels"],
-        found["casts"],
-        f"{found['bytes'] / 1e9:.1f}",
-        f"{found['flops'] / 1e12:.1f}",
-        *(f"{found[peak] / 2**30:.2f}" for peak in ("allocated", "reserved")),
-        f"{found['host'] * 1e3:.0f}",
-        *(
-            f"{took * 1e3:.1f} ({found['flops'] / took / device(gpu).peaks['bf16']:.0%})"
-            for gpu, took in found["roofline"].items()
-        ),
-    )
-    return f"| {' | '.join(map(str, figures))} |"
-
-
-def main(asked: argparse.Namespace) -> int:
+def main() -> int:
     """Print the table; 1 if a model fails."""
-    environment = os.environ | library.environment(device(GPUS[0]), 1) | {"CUDA_VISIBLE_DEVICES": "0"}
-    what = f"{asked.model}, {asked.batch} x {asked.sequence} tokens, bf16"
+    everyone, modes = ("ours", "nanogpt", "transformers"), ("false", "layers")
+    given = options(
+        __doc__,
+        model=("gpt_xl", "a GPT or Llama of conf/model"),
+        batch=(8, "sequences"),
+        sequence=(1024, "tokens each"),
+        only=(everyone, "whose step", everyone),
+        modes=(modes, "of compile, ours", modes),
+        names=(False, "print the kernels of each by kind and by name"),
+        here=(False, "take the step in this process, and print what came of it as JSON"),
+    )
+    if given.here:
+        print(json.dumps(count(given)))
+        return 0
+    environment = os.environ | machine(GPUS[0]).environment(1)
+    what = f"{given.model}, {given.batch} x {given.sequence} tokens, bf16"
     print(f"{what}, on a virtual H100 with torch {torch.__version__}; estimates, not measurements\n")
-    heads = ["step of", "kernels", "casts", "GB", "TFLOP", "allocated GiB", "reserved GiB", "host ms"]
-    heads += [f"roofline {gpu.upper()}, ms (MFU)" for gpu in GPUS]
-    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", flush=True)
-    failed = 0
-    for mode in asked.modes:
-        for who in asked.only:
+    print(drawn(COLUMNS, []), flush=True)
+    rows, failed = [], 0
+    for mode in given.modes:
+        for who in given.only:
             command = [sys.executable, __file__, *sys.argv[1:], "--only", who, "--modes", mode, "--here"]
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
             failed |= done.returncode
             if not done.returncode:
                 found = json.loads(done.stdout.splitlines()[-1])
-                print(row(f"{who}, {mode}", found), flush=True)
-                if asked.names:
+                rows.append([*map(str, found["row"])])
+                print(f"| {' | '.join(rows[-1])} |", flush=True)
+                if given.names:
                     kinds = ", ".join(f"{number} {kind}" for kind, number in found["kinds"].items())
                     print(f"    {kinds}", *(f"    {n:5} {name}" for name, n in found["names"].items()), sep="\n")
+    keep(f"step {given.model}", rows)
     return int(bool(failed))
 
 
 if __name__ == "__main__":
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", default="gpt_xl", help="a GPT or Llama of conf/model (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences (default: %(default)s)")
-    parser.add_argument("--sequence", type=int, default=1024, help="tokens each (default: %(default)s)")
-    everyone = ["ours", "nanogpt", "transformers"]
-    parser.add_argument("--only", nargs="+", choices=everyone, default=everyone, help="default: all")
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="default: both")
-    parser.add_argument("--names", action="store_true", help="print the kernels of each by kind and by name")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.here:
-        (who,), (mode,) = asked.only, asked.modes
-        how = {"against": who, "precision": "bf16", "device": torch.device("cuda", 0), "set": []}
-        print(json.dumps(count(who, argparse.Namespace(**vars(asked), **how), MODES[mode])))
-    else:
-        sys.exit(main(asked))
+    sys.exit(main())

@@ -1,15 +1,16 @@
 """Memory of real GPUs, against what virtual ones say: torchtitan's published runs, and those of ``make gpu-check``.
 
-    python benchmarks/virtual_truth.py
-    python benchmarks/virtual_truth.py --only 0 7
-    python benchmarks/virtual_truth.py --measured
+    make virtual-truth ARGS=measured
+    make virtual-truth ARGS="published --only 0 7"
+    make virtual-truth ARGS="layouts --rows gpipe zbv --columns fp32 bf16"
 
-One rank of each run of ``virtual/published.csv`` takes three steps of torchtitan's recipe, see ``titan.py``, on a
-virtual GPU; what torch's allocator has reserved at most is set beside what torchtitan reports, which is the same
-counter. The table is written to docs/virtual.md; a part of it prints only. Nothing here is fitted to the rows.
+One rank of each run of ``virtual/published.csv`` takes three steps of torchtitan's recipe, see ``titan.py``; what is
+reserved is set beside what torchtitan reports, by the same counter. Nothing is fitted to the rows. What ``make
+gpu-check`` has measured is in ``gpu/``; its runs are repeated with the same options, best with the same torch. Good is
+a row within 3 %, and 1.5 % in the mean.
 
-What ``make gpu-check`` has measured is in ``gpu/``; its runs are repeated with the same options on a virtual GPU, best
-with the same torch.
+Of ``layouts`` every layout takes three steps in each precision, with the passes that look at a step: the cell of a
+matrix is ok with the peak of what was reserved, refused with the reason that a GPU would get, or wrong.
 
 Sources: ``benchmarks/llama3_h100_202412_torchtitan.md`` (202412) and ``benchmarks/
 llama3-8b_h200_202506_trainy-whitefiber.md`` (202506) in pytorch/torchtitan at b5bcd76c6.
@@ -17,12 +18,11 @@ llama3-8b_h200_202506_trainy-whitefiber.md`` (202506) in pytorch/torchtitan at b
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -32,15 +32,14 @@ from typing import Any
 import torch
 from msgspec import convert
 
-from benchmarks.cells import inserted
-from benchmarks.gpu_check import results
+from benchmarks import tables
+from benchmarks.cells import Cells, Matrix
 from benchmarks.rank import on_ranks
-from benchmarks.script import parser_of, read, trained
+from benchmarks.script import keep, options, read, trained
 from benchmarks.titan import Recipe, Training
-from benchmarks.virtual_matrix import PAGE
 from ptdbench.job import Job
 
-PUBLISHED = Path(__file__).parent / "virtual/published.csv"
+PUBLISHED, MEASURED = tables.FOLDER / "virtual/published.csv", tables.FOLDER / "gpu"
 
 #: How far a row may be off, and all of them in the mean.
 TOLERANCE, IN_THE_MEAN = 0.03, 0.015
@@ -58,7 +57,10 @@ REASONS = {
 GPUS = {"h100": [f"virtual.gpu.memory={96 * 2**30}", "virtual=h100"], "h200": ["virtual=h200"]}
 
 #: The virtual GPU of each device that ``make gpu-check`` has measured.
-VIRTUAL = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
+DEVICES = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
+
+
+VIRTUAL = Matrix.load("virtual")
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,8 @@ class Row:
     left_out: str  #: Key of :data:`REASONS`; empty where its recipe runs.
 
 
-def published() -> list[Row]:
-    """The rows of the file."""
-    with PUBLISHED.open() as file:
-        return [convert({**values, "recipe": values}, Row, strict=False) for values in csv.DictReader(file)]
-
-
 def reserved(row: Row) -> float:
-    """GiB that the first rank of a run has reserved at most."""
+    """Return the GiB that the first rank of a run has reserved at most."""
     nodes = [f"cluster.nodes={row.recipe.ranks // NODE}", f"cluster.ranks_per_node={NODE}", "virtual.ranks=[0]"]
     batch = f"train.global_batch={row.recipe.ranks}"  # of the run that the rank is told, not of the recipe
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"  # of the ranks, see docs/virtual.md
@@ -96,77 +92,96 @@ def _most_reserved(job: Job, recipe: Recipe) -> int:
     return torch.cuda.max_memory_reserved()
 
 
-def of_gpu_check() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """The device, environment and figures of each run of ``make gpu-check`` whose memory a virtual GPU can show."""
-    files = (json.loads(path.read_text()) for path in sorted(results.FOLDER.glob("*.json")))
-    for known in (file for file in files if file["device"] in VIRTUAL):
-        for found in known["parts"].values():
-            for check in found["checks"]:
+def of_gpu_check() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield device, torch and figures of each run of ``make gpu-check`` whose memory a virtual GPU can show."""
+    files = (json.loads(path.read_text()) for path in sorted(MEASURED.glob("*.json")))
+    for found in (file for file in files if file["device"] in DEVICES):
+        for part in found["parts"].values():
+            for check in part["checks"]:
                 if check["name"] != "goal" and check["figures"].get("peak_reserved_bytes"):
-                    yield known["device"], found["environment"], check["figures"]
+                    yield found["device"], part["environment"]["torch"], check["figures"]
 
 
 def measured() -> int:
-    """Print a table of these runs on virtual GPUs, for the page if torch is the same; how many are off by too much."""
-    lines = ["| GPU | run | allocated GiB | virtual | off by | reserved GiB | virtual | off by |", f"{'|---' * 8}|"]
-    missed, versions = 0, set[str]()
-    for device, environment, figures in of_gpu_check():
+    """Print a table of these runs on virtual GPUs, for the page if torch is the same; 1 if one is off by too much."""
+    columns = ["GPU", "run", "allocated GiB", "virtual", "off by", "reserved GiB", "virtual", "off by"]
+    rows, off, versions = list[list[str]](), list[float](), set[str]()
+    for device, version, figures in of_gpu_check():
         words = [word for word in figures["overrides"] if not word.startswith(("device=", "profile.", "train.steps="))]
         with TemporaryDirectory() as folder:
             # As on a fresh machine: to time its kernels the compiler allocates too, which may be the peak.
             fresh = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-            typed = (*words, f"train.steps={STEPS}", f"virtual={VIRTUAL[device]}")
+            typed = (*words, f"train.steps={STEPS}", f"virtual={DEVICES[device]}")
             record = trained(Path(folder, "run"), *typed, env={**os.environ, **fresh})
-        cells = [device, " ".join(word for word in words if not word.startswith(("cluster.", "parallel=single")))]
+        row = [device, " ".join(word for word in words if not word.startswith(("cluster.", "parallel=single")))]
         for peak in ("peak_memory_bytes", "peak_reserved_bytes"):
             real, virtual = figures[peak], record["metrics"][peak]
-            cells += [f"{real / 2**30:.3f}", f"{virtual / 2**30:.3f}", f"{virtual / real - 1:+.2%}"]
-        missed += abs(virtual / real - 1) > TOLERANCE  # of what is reserved, as below
-        versions.add(environment["torch"])
-        lines.append(f"| {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
-    lines += ["", f"*Measured with torch {', '.join(sorted(versions))}, virtual with {torch.__version__}.*"]
-    print("\n".join(["", *lines]))
-    if versions == {torch.__version__}:
-        PAGE.write_text(inserted(PAGE.read_text(), "measured", "\n".join(lines)))
-    return missed
+            off.append(virtual / real - 1)
+            row += [f"{real / 2**30:.3f}", f"{virtual / 2**30:.3f}", f"{off[-1]:+.2%}"]
+        versions.add(version)
+        rows.append(row)
+        print(*row, flush=True)
+    remark = f"*Measured with torch {', '.join(sorted(versions))}, virtual with {torch.__version__}.*"
+    _show("measured", tables.drawn(columns, rows), remark, is_kept=versions == {torch.__version__})
+    of_reserved = off[1::2]
+    keep("virtual measured", f"at most {max(map(abs, of_reserved)):.1%} off")
+    return int(any(abs(one) > TOLERANCE for one in of_reserved))
 
 
-def main(options: argparse.Namespace) -> int:
-    """Print the tables; 1 if a row or the mean is off."""
-    missed = 0 if options.only else measured()
-    failed = 0 if options.measured else published_rows(options)
-    return int(missed > 0 or failed > 0)
-
-
-def published_rows(options: argparse.Namespace) -> int:
+def published(only: Sequence[int]) -> int:
     """Print the table of what is published; 1 if a row or the mean is off."""
-    rows = published()
-    chosen = [rows[number] for number in options.only] if options.only else rows
-    lines = ["| run | published GiB | virtual GiB | off by |", "|---|---|---|---|"]
-    off: list[float] = []
-    for row in chosen:
+    with PUBLISHED.open() as file:
+        every = [convert({**values, "recipe": values}, Row, strict=False) for values in csv.DictReader(file)]
+    rows, off = list[list[str]](), list[float]()
+    for row in [every[number] for number in only] or every:
         if row.left_out:
-            lines.append(f"| {row.source} | {row.gib} | | *{row.left_out}* |")
+            rows.append([row.source, f"{row.gib}", "", f"*{row.left_out}*"])
         else:
-            found = reserved(row)
-            off.append(found / row.gib - 1)
+            virtual = reserved(row)
+            off.append(virtual / row.gib - 1)
             verdict = "" if abs(off[-1]) <= TOLERANCE else " **miss**"
-            lines.append(f"| {row.source} | {row.gib} | {found:.2f} | {off[-1]:+.1%}{verdict} |")
-        print(lines[-1], flush=True)
-    lines += [
-        "",
-        f"*{len(off)} rows are off by {fmean(map(abs, off)):.1%} in the mean, with torch {torch.__version__}.*",
-    ]
-    lines += ["", *(f"- *{word}*: {reason}." for word, reason in REASONS.items())]
-    print("\n".join(["", *lines]))
-    if not options.only:
-        PAGE.write_text(inserted(PAGE.read_text(), "truth", "\n".join(lines)))
-    return int(any(abs(one) > TOLERANCE for one in off) or fmean(map(abs, off)) > IN_THE_MEAN)
+            rows.append([row.source, f"{row.gib}", f"{virtual:.2f}", f"{off[-1]:+.1%}{verdict}"])
+        print(*rows[-1], flush=True)
+    mean = fmean(map(abs, off))
+    remark = f"*{len(off)} rows are off by {mean:.1%} in the mean, with torch {torch.__version__}.*\n\n"
+    remark += "\n".join(f"- *{word}*: {reason}." for word, reason in REASONS.items())
+    table = tables.drawn(["run", "published GiB", "virtual GiB", "off by"], rows)
+    _show("truth", table, remark, is_kept=not only)
+    return int(any(abs(one) > TOLERANCE for one in off) or mean > IN_THE_MEAN)
+
+
+def _show(name: str, table: str, remark: str, is_kept: bool) -> None:
+    text = f"{table}\n\n{remark}"
+    print(f"\n{text}")
+    if is_kept:
+        page = tables.ROOT / "docs/virtual.md"
+        page.write_text(tables.inserted(page.read_text(), name, text))
+
+
+def carry_out(row: str, cells: Cells) -> Iterator[tuple[str, str]]:
+    """Carry out the run of each cell of a row, and say what came of it."""
+    for column in cells:
+        with TemporaryDirectory() as folder:
+            yield column, verdict(trained(Path(folder, "run"), *VIRTUAL.words(row, column), fails=True))
+
+
+def verdict(record: dict) -> str:  # type: ignore[type-arg] # JSON
+    """Say what came of a run."""
+    if record["status"] != "ok":
+        return f"wrong: {record['status']}: {record['error']['message'].partition(chr(10))[0]}"
+    if reason := record["virtual"]["reason"] or record["memory"]["reason"]:
+        return f"wrong: {reason}"
+    return f"ok {max(record['virtual']['reserved_bytes']) / 2**20:.0f} MiB"
+
+
+def main() -> int:
+    """Print one of the tables; 1 if a row or the mean is off, or a cell wrong."""
+    subject = sys.argv.pop(1)
+    if subject == "layouts":
+        return VIRTUAL.fill(__doc__, carry_out)
+    given = options(__doc__, only=((), "some rows of the file, by number from 0"))
+    return measured() if subject == "measured" else published([*map(int, given.only)])
 
 
 if __name__ == "__main__":
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", type=int, metavar="ROW", help="some rows of the file, by number from 0")
-    parser.add_argument("--measured", action="store_true", help="the runs of make gpu-check only")
-    sys.exit(main(parser.parse_args()))
+    sys.exit(main())

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-RECORD, RESULTS, SERIES = "record.json", "results.jsonl", "series.npy"
+RECORD, RESULTS = "record.json", "results.jsonl"
 
-#: Hidden names that are no leftovers: Hydra's folder, the lock of a directory, a file of each of torch's checkpoints.
+#: Hidden names that are not temporary: Hydra's folder, the lock of a directory, a file of each of torch's checkpoints.
 _EXPECTED = (".hydra", ".lock", ".metadata")
+
+#: Fields that the end of a run changes, after its steps are safe in a record that is ok.
+_OF_THE_END = ("environment", "nodes", "remarks")
+
+
+def directories(folder: Path) -> list[Path]:
+    """What a person finds below ``outputs``: one run or one sweep, or nothing."""
+    found = folder.glob("outputs/*")
+    return sorted(path for path in found if not path.name.startswith(".") and not path.is_symlink())  # the newest
 
 
 def run_directories(folder: Path, is_sweep: bool) -> list[Path]:
@@ -24,26 +33,19 @@ def run_directories(folder: Path, is_sweep: bool) -> list[Path]:
     return sorted(path for path in found if path.is_dir() and not path.name.startswith("."))
 
 
-def directories(folder: Path) -> list[Path]:
-    """What a person finds below ``outputs``: one run or one sweep, or nothing."""
-    found = folder.glob("outputs/*")
-    return sorted(path for path in found if not path.name.startswith(".") and not path.is_symlink())  # the newest
+def strict(text: bytes) -> Any:
+    """Read strict JSON; raises ValueError for anything else."""
 
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON")
 
-def load(path: Path) -> Any:
-    """A file of strict JSON.
-
-    Raises:
-        ValueError: It is none.
-        OSError: It cannot be read.
-    """
-    return _strict(path.read_bytes())
+    return json.loads(text, parse_constant=refuse)
 
 
 def invalid(directory: Path) -> str:
     """What is wrong with the record of a run; nothing for a valid one."""
     try:
-        record = load(directory / RECORD)
+        record = strict((directory / RECORD).read_bytes())
     except OSError as error:
         return f"{directory}: no record ({error.strerror})"
     except ValueError as error:
@@ -53,34 +55,26 @@ def invalid(directory: Path) -> str:
     return f"{directory}: the record has no status or no config"
 
 
+def record_of(directory: Path) -> dict[str, Any]:
+    """The record of a run; empty where it has no valid one."""
+    return {} if invalid(directory) else strict((directory / RECORD).read_bytes())
+
+
 def finished(folder: Path, is_sweep: bool) -> dict[Path, bytes]:
     """The bytes of the record of every run that was ok."""
-    found = {}
-    for directory in run_directories(folder, is_sweep):
-        if (record := record_of(directory)) and record["status"] == "ok":
-            found[directory] = (directory / RECORD).read_bytes()
-    return found
-
-
-#: Fields that the end of a run changes, after its steps are safe in a record that is ok.
-_OF_THE_END = ("environment", "nodes", "remarks")
+    ok = [path for path in run_directories(folder, is_sweep) if record_of(path).get("status") == "ok"]
+    return {path: (path / RECORD).read_bytes() for path in ok}
 
 
 def changed(directory: Path, before: bytes) -> bool:
     """Whether something is not as it was in the record of a run that was ok; the profiling pass may add to it."""
-    was, now = _strict(before), record_of(directory)
+    was, now = strict(before), record_of(directory)
     return any(value is not None and now.get(name) != value for name, value in was.items() if name not in _OF_THE_END)
-
-
-def record_of(directory: Path) -> dict[str, Any]:
-    """The record of a run; empty where it has no valid one."""
-    return {} if invalid(directory) else load(directory / RECORD)
 
 
 def losses(directory: Path) -> list[float]:
     """The losses of a run's steps; none where its series are missing or end in the middle of a block."""
-    path = directory / SERIES
-    found: list[float] = []
+    path, found = directory / "series.npy", list[float]()
     try:
         with path.open("rb") as file:
             while file.tell() < path.stat().st_size:
@@ -90,88 +84,50 @@ def losses(directory: Path) -> list[float]:
     return found
 
 
-def is_open(record: Mapping[str, Any]) -> bool:
-    """Whether a record says that the run has not ended."""
-    return (record.get("error") or {}).get("type") == "Unfinished"
+def ok_in_results(folder: Path) -> set[str]:
+    """The runs of sweeps whose last line of results that parses says that they were ok, by their directories' names."""
+    status = {}
+    for sweep in directories(folder):
+        for _, record in _lines(sweep / RESULTS):
+            if isinstance(record, dict) and "directory" in record:
+                status[Path(record["directory"]).name] = record.get("status")
+    return {name for name, said in status.items() if said == "ok"}
 
 
-def results(sweep: Path) -> dict[str, dict[str, Any]]:
-    """The last line of each run in a sweep's results, by the name of its directory; no lines that do not parse."""
-    found = {}
-    for line in _lines(sweep):
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """The complete lines of a sweep's results with their numbers; of one that does not parse the error.
+
+    A last line without its end is dropped when the next one is written, as README says.
+    """
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
         try:
-            record = _strict(line)
-            found[Path(record["directory"]).name] = record
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
+            yield number, strict(line)
+        except ValueError as error:
+            yield number, error
 
 
 def half_written(folder: Path) -> Iterator[str]:
-    """Files and checkpoints that bear their final name and are not whole.
-
-    A last line of results without its end is none: it is dropped when the next one is written, as README says.
-    """
-    for path in _visible(folder / "outputs"):
-        if path.name == RECORD:
-            continue  # counted by itself
-        if path.suffix == ".json":
+    """Files and checkpoints that bear their final name and are not whole; records are looked at by themselves."""
+    for path in sorted(folder.glob("outputs/**/*")):
+        if not path.is_file() or any(map(_is_temporary, path.relative_to(folder).parts)):
+            continue
+        if path.suffix == ".json" and path.name != RECORD:
             try:
-                load(path)
+                content = strict(path.read_bytes())
             except ValueError as error:
                 yield f"{path}: {error}"
+                continue
+            files = content["files"] if path.name == "manifest.json" else {}
+            for name, stamp in files.items():
+                part = path.parent / name
+                if not part.exists() or hashlib.sha256(part.read_bytes()).hexdigest() != stamp["sha256"]:
+                    yield f"{part}: does not match its checksum"
         elif path.suffix == ".yaml" and not path.stat().st_size:
             yield f"{path}: empty"
         elif path.name == RESULTS:
-            lines = _lines(path.parent)
-            yield from (f"{path}: line {number} does not parse" for number in _bad(lines))
-        elif path.name == "manifest.json":
-            yield from _broken(path.parent)
+            torn = [number for number, record in _lines(path) if isinstance(record, ValueError)]
+            yield from (f"{path}: line {number} does not parse" for number in torn)
 
 
-def leftovers(folder: Path) -> list[str]:
-    """Names of temporary files and directories that lie about: hidden ones, and checkpoints without a final name."""
-    names = [path.name for path in (folder / "outputs").rglob("*")]
-    return sorted(
-        name
-        for name in names
-        if (name.startswith(".") and name not in _EXPECTED) or name.endswith((".partial", ".deleted"))
-    )
-
-
-def _visible(top: Path) -> Iterator[Path]:
-    """Files below ``top`` whose path has no temporary part."""
-    for path in sorted(top.rglob("*")):
-        parts = path.relative_to(top).parts
-        temporary = any(part.startswith(".") and part not in _EXPECTED for part in parts)
-        if path.is_file() and not temporary and not any(part.endswith((".partial", ".deleted")) for part in parts):
-            yield path
-
-
-def _broken(checkpoint: Path) -> Iterator[str]:
-    """Files of a checkpoint that are not what its manifest says."""
-    for name, stamp in load(checkpoint / "manifest.json")["files"].items():
-        path = checkpoint / name
-        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != stamp["sha256"]:
-            yield f"{path}: does not match its checksum"
-
-
-def _lines(sweep: Path) -> list[bytes]:
-    """The complete lines of a sweep's results."""
-    path = sweep / RESULTS
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-
-
-def _bad(lines: list[bytes]) -> Iterator[int]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            _strict(line)
-        except ValueError:
-            yield number
-
-
-def _strict(text: bytes) -> Any:
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is no JSON")
-
-    return json.loads(text, parse_constant=refuse)
+def _is_temporary(name: str) -> bool:
+    return (name.startswith(".") and name not in _EXPECTED) or name.endswith((".partial", ".deleted"))

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from . import evidence, victims
-from .scenarios import TURNS, Reference, Scenario
+from .scenarios import TURNS, Reference, Scenario, of_round
 from .victims import Process, Victim
 
 #: What may be wrong after a round, and the heading of its column.
 FAULTS = {
-    "left": "processes\nleft",
-    "record": "no valid\nrecord",
-    "torn": "files\ntorn",
-    "lost": "finished\nlost",
-    "incomplete": "not\nresumed",
-    "unequal": "losses\ndiffer",
-    "unknown": "jobs\nunknown",
-    "open": "no final\nstate",
+    "left": "processes left",
+    "record": "no valid record",
+    "torn": "files torn",
+    "lost": "finished lost",
+    "incomplete": "not resumed",
+    "unequal": "losses differ",
+    "unknown": "jobs unknown",
+    "open": "no final state",
 }
 
 #: Seconds after which no process may be left.
@@ -34,45 +34,6 @@ RESUMED = "after the resume, "
 
 #: What every attack on a birth stays below, in seconds.
 BIRTH = 0.05
-
-
-@dataclass
-class Round:
-    """One attack, and what came of it."""
-
-    name: str  #: To repeat it: ``--only NAME``.
-    scenario: str  #: What was attacked.
-    folder: Path  #: Where.
-    moment: str = ""  #: When the kill was due.
-    family: Sequence[Process] = ()  #: The victim's processes at that moment.
-    killed: Sequence[Process] = ()  #: Whom it hit.
-    after_birth: float | None = None  #: Seconds after the first rank's birth; ``None`` where that was not watched.
-    faults: list[tuple[str, str]] = field(default_factory=list)  #: Kind, one of :data:`FAULTS`, and what was seen.
-    notes: list[str] = field(default_factory=list)  #: What is no fault and worth knowing.
-    seconds: float = 0.0  #: What the round took.
-
-    @property
-    def when(self) -> str:
-        """The moment of the kill, for people."""
-        if self.after_birth is None or (self.moment != "birth" and not self.at_birth):
-            return self.moment
-        return f"{1e3 * self.after_birth:.0f} ms after the first birth"
-
-    @property
-    def at_birth(self) -> bool:
-        """Whether the kill fell within 50 ms of the first birth."""
-        return self.after_birth is not None and self.after_birth <= BIRTH
-
-    def fault(self, kind: str, *seen: str) -> None:
-        """Note down what is wrong."""
-        self.faults += [(kind, one) for one in seen]
-
-    def fault_left(self, there: Sequence[Process], when: str = "") -> None:
-        """Note down processes that should have ended."""
-        roles = {process.pid: process.role for process in self.family}
-        for process in there:
-            role = roles.get(process.pid, "process")
-            self.fault("left", f"{when}{role} {process.pid}: {process.command[:100]}")
 
 
 @dataclass(frozen=True)
@@ -95,6 +56,162 @@ class Setting:
         return f"{self.session}-{folder.name}."  # with an end, so that round 1 is not taken for round 17
 
 
+@dataclass
+class Round:
+    """One attack, and what came of it."""
+
+    setting: Setting  #: What it shares with others.
+    name: str  #: To repeat it: ``--only NAME``.
+    scenario: Scenario  #: What is attacked.
+    known: Reference  #: The same undisturbed.
+    folder: Path = field(init=False)  #: Where.
+    moment: str = ""  #: When the kill is due.
+    family: Sequence[Process] = ()  #: The victim's processes at that moment.
+    killed: Sequence[Process] = ()  #: Whom it hit.
+    after_birth: float | None = None  #: Seconds after the first rank's birth; ``None`` where that was not watched.
+    faults: list[tuple[str, str]] = field(default_factory=list)  #: Kind, one of :data:`FAULTS`, and what was seen.
+
+    scenario_of: ClassVar = staticmethod(of_round)  #: The scenario of a round by its number.
+
+    def __post_init__(self) -> None:
+        self.folder = self.setting.base / self.name
+
+    @property
+    def at_birth(self) -> bool:
+        """Whether the kill fell within 50 ms of the first birth."""
+        return self.after_birth is not None and self.after_birth <= BIRTH
+
+    @property
+    def when(self) -> str:
+        """The moment of the kill, for people."""
+        if self.after_birth is None or (self.moment != "birth" and not self.at_birth):
+            return self.moment
+        return f"{1e3 * self.after_birth:.0f} ms after the first birth"
+
+    def fault(self, kind: str, *seen: str) -> None:
+        """Note down what is wrong."""
+        self.faults += [(kind, one) for one in seen]
+
+    def see_none_left(self, victim: Victim, since: float, when: str = "", in_jobs: bool = True) -> None:
+        """Note down processes of a victim that are still there 15 s after it should have ended, and kill them."""
+        roles = {process.pid: process.role for process in self.family}
+        for process in victims.survivors(victim.mark, victim.folder, since + LEFT, in_jobs):
+            role = roles.get(process.pid, "process")
+            self.fault("left", f"{when}{role} {process.pid}: {process.command[:100]}")
+
+    def attack(self) -> None:
+        """Start a fresh command, kill, and look for everything that may be wrong."""
+        rng, number = random.Random(f"{self.setting.seed}/{self.name}"), int(self.name)
+        for attempt in range(5):  # one that has ended before its moment was not attacked
+            self.folder = self.setting.base / (f"{self.name}-{attempt + 1}" if attempt else self.name)
+            command = self.scenario.command(self.setting.tree, rng.choice((None, "outputs/named")))
+            victim = self.setting.start(command, self.folder)
+            # In every other pass through the scenarios, so that each is attacked both ways.
+            self.moment = "birth" if number // len(TURNS) % 2 == 0 else rng.choice(self.scenario.moments)
+            before = self.strike(victim, rng)
+            if self.killed:
+                break
+        self.judge(victim, before)
+
+    def strike(self, victim: Victim, rng: random.Random) -> dict[Path, bytes]:
+        """Wait for the round's moment and kill; the records of the runs that had finished by then."""
+        born = self._await_moment(victim, rng)
+        before = evidence.finished(victim.folder, self.scenario.is_sweep)
+        self.kill(victim.family(), rng, born)
+        return before
+
+    def kill(self, family: Sequence[Process], rng: random.Random, born: float | None) -> None:
+        """Kill some of a victim's processes, if there are any."""
+        if family:
+            self.family, self.killed = family, victims.choose(family, rng)
+            victims.kill(self.killed)
+            self.after_birth = born and victims.now() - born
+
+    def _await_moment(self, victim: Victim, rng: random.Random) -> float | None:
+        """Sleep until the moment; when the first rank was born, where that was watched."""
+        chance = rng.random()
+        if self.moment == "start":
+            victim.ends_within(chance * self.known.birth)
+            return None
+        born = victim.await_birth()
+        if self.moment == "save":
+            count, seen = rng.randint(1, 8), set[Path]()
+
+            def has_begun_to_save() -> bool:
+                with suppress(FileNotFoundError):  # a checkpoint is deleted, or gets its name, while the folder is read
+                    seen.update(victim.folder.glob("outputs/**/checkpoints/*.partial"))
+                return len(seen) >= count
+
+            victim.awaits(has_begun_to_save)
+            victim.ends_within(0.03 * chance)
+        elif self.moment == "end":
+            count = rng.randint(1, self.scenario.runs or 1)
+            victim.awaits(lambda: len(evidence.finished(victim.folder, self.scenario.is_sweep)) >= count)
+            victim.ends_within(0.2 * chance)
+        else:
+            # The rest of the 50 ms is for looking and killing.
+            after = chance * (0.7 * BIRTH if self.moment == "birth" else self.known.seconds - self.known.birth)
+            victim.ends_within((born or 0) + after - victims.now())
+        return born
+
+    def judge(self, victim: Victim, before: Mapping[Path, bytes]) -> None:
+        """Look for everything that may be wrong, resume where the scenario does, and look again."""
+        lines = evidence.ok_in_results(self.folder)
+        self.settle(victim)
+        self._inspect(before)
+        for directory in evidence.directories(self.folder) if self.scenario.resumes else ():
+            self._resume(directory)
+            self.settle(None, RESUMED)
+            self._inspect(before, RESUMED)
+            self._see_complete()
+        for name in sorted(lines - evidence.ok_in_results(self.folder)):
+            self.fault("lost", f"{name}: its line of the results is gone")
+
+    def settle(self, victim: Victim | None, when: str = "") -> None:
+        """Wait for what has to end after the kill; what is left then is a fault, and killed."""
+        if victim is None:
+            return  # a resume has ended
+        struck = time.monotonic()
+        hurt = {process.role for process in self.killed}
+        goes_on = "train.py" not in hurt  # and starts another fork server, or ends when it has said what failed
+        if goes_on and not victim.ends_within(self.known.patience):
+            self.fault("left", f"train.py does not end within {self.known.patience:.0f} s")
+        self.see_none_left(victim, time.monotonic() if goes_on else struck)
+        victim.ends_within(LEFT)
+
+    def _inspect(self, before: Mapping[Path, bytes], when: str = "") -> None:
+        """Records, files, finished runs, losses."""
+        invalid = filter(None, map(evidence.invalid, evidence.run_directories(self.folder, self.scenario.is_sweep)))
+        self.fault("record", *(when + one for one in invalid))
+        self.fault("torn", *(when + one for one in evidence.half_written(self.folder)))
+        for directory, record in before.items():
+            if evidence.changed(directory, record):
+                path = directory / evidence.RECORD
+                self.fault("lost", f"{when}{path} has changed, and its run had finished before the kill")
+        for name, losses in losses_of(self.folder, self.scenario).items():
+            if losses != self.known.losses[name]:
+                self.fault("unequal", f"{when}{name or 'the run'} is ok, with other losses than without an attack")
+
+    def _resume(self, directory: Path) -> None:
+        """Go on with what was attacked."""
+        was_done = bool(not self.scenario.is_sweep and evidence.finished(self.folder, False))
+        command = self.scenario.resume(self.setting.tree, directory.relative_to(self.folder))
+        victim = self.setting.start(command, self.folder, "resume.log")
+        if not victim.ends_within(self.known.patience):
+            self.fault("incomplete", f"the resume does not end within {self.known.patience:.0f} s")
+        elif victim.exit_status and not was_done:
+            self.fault("incomplete", f"exit status {victim.exit_status}: {tail(victim.log)}")
+        self.see_none_left(victim, time.monotonic(), RESUMED)
+
+    def _see_complete(self) -> None:
+        """Every run has to be ok now, in its record and among the results."""
+        done, every = losses_of(self.folder, self.scenario), self.scenario.runs or 1
+        if len(done) < every:
+            self.fault("incomplete", f"after the resume {len(done)} of {every} runs are ok")
+        if missing := sorted({*done} - evidence.ok_in_results(self.folder)) if self.scenario.is_sweep else []:
+            self.fault("incomplete", f"after the resume the results have no line that says ok for {', '.join(missing)}")
+
+
 def reference(setting: Setting, scenario: Scenario, patience: float = 300.0) -> Reference:
     """Carry out the command of a scenario undisturbed.
 
@@ -102,176 +219,19 @@ def reference(setting: Setting, scenario: Scenario, patience: float = 300.0) -> 
         SystemExit: It fails: there is nothing to compare with.
     """
     folder = setting.base / f"reference-{scenario.name.replace(', ', '-').replace(' ', '-')}"
-    for name in (folder, folder.with_name(f"{folder.name}-again")):  # a port may be somebody else's
-        victim = setting.start(scenario.command(setting.tree), name)
+    for place in (folder, folder.with_name(f"{folder.name}-again")):  # a port may be somebody else's
+        victim = setting.start(scenario.command(setting.tree), place)
         victim.await_birth()
         birth = time.monotonic() - victim.started
         if victim.ends_within(patience) and not victim.exit_status:
-            return Reference(birth, time.monotonic() - victim.started, losses(name, scenario))
+            return Reference(birth, time.monotonic() - victim.started, losses_of(place, scenario))
     raise SystemExit(f"{scenario.name} fails without an attack:\n{tail(victim.log, 15)}")
 
 
-def losses(folder: Path, scenario: Scenario) -> dict[str, Sequence[float]]:
-    """Of each run that was ok."""
-    found = evidence.finished(folder, bool(scenario.runs))
-    return {path.name if scenario.runs else "": evidence.losses(path) for path in found}
-
-
-def attack(setting: Setting, number: int, scenario: Scenario, known: Reference) -> Round:
-    """One round: a fresh command, a kill, all checks."""
-    name = str(number)
-    rng = random.Random(f"{setting.seed}/{name}")
-    began = time.monotonic()
-    for attempt in range(5):  # one that has ended before its moment was not attacked
-        this_round = Round(name, scenario.name, setting.base / (f"{name}" if not attempt else f"{name}-{attempt + 1}"))
-        victim = setting.start(scenario.command(setting.tree, rng.choice((None, "outputs/named"))), this_round.folder)
-        # In every other pass through the scenarios, so that each is attacked both ways.
-        this_round.moment = "birth" if number // len(TURNS) % 2 == 0 else rng.choice(scenario.moments)
-        before = strike(this_round, victim, rng, known, scenario)
-        if this_round.killed:
-            break
-    judge(setting, this_round, victim, known, scenario, before)
-    this_round.seconds = time.monotonic() - began
-    return this_round
-
-
-def strike(
-    this_round: Round, victim: Victim, rng: random.Random, known: Reference, scenario: Scenario
-) -> dict[Path, bytes]:
-    """Wait for the round's moment and kill; the records of the runs that had finished by then."""
-    born = _await(this_round.moment, victim, rng, known, scenario)
-    before = evidence.finished(victim.folder, bool(scenario.runs))
-    if family := victim.family():
-        this_round.family, this_round.killed = family, victims.choose(family, rng)
-        victims.kill(this_round.killed)
-        this_round.after_birth = born and victims.now() - born
-    return before
-
-
-class _Saves:
-    """Whether so many checkpoints have been begun below a folder."""
-
-    def __init__(self, folder: Path, count: int) -> None:
-        self._folder, self._count = folder, count
-        self._seen: set[str] = set()
-
-    def __call__(self) -> bool:
-        with suppress(FileNotFoundError):  # a checkpoint is deleted, or gets its name, while the folder is read
-            self._seen.update(map(str, self._folder.glob("outputs/**/checkpoints/*.partial")))
-        return len(self._seen) >= self._count
-
-
-def _await(moment: str, victim: Victim, rng: random.Random, known: Reference, scenario: Scenario) -> float | None:
-    """Sleep until the moment; when the first rank was born, where that was watched."""
-    chance = rng.random()
-    if moment == "start":
-        victim.ends_within(chance * known.birth)
-        return None
-    born = victim.await_birth()
-    if moment == "save":
-        count = rng.randint(1, 8)
-        victim.awaits(_Saves(victim.folder, count))
-        victim.ends_within(0.03 * chance)
-        return born
-    if moment == "end":
-        count = rng.randint(1, scenario.runs or 1)
-        victim.awaits(lambda: len(evidence.finished(victim.folder, bool(scenario.runs))) >= count)
-        victim.ends_within(0.2 * chance)
-        return born
-    # The rest of the 50 ms is for looking and killing.
-    after = chance * (0.7 * BIRTH if moment == "birth" else known.seconds - known.birth)
-    victim.ends_within((born or 0) + after - victims.now())
-    return born
-
-
-def judge(
-    setting: Setting, this_round: Round, victim: Victim, known: Reference, scenario: Scenario,
-    before: Mapping[Path, bytes], settle: Callable[[str], None] | None = None,
-) -> None:  # fmt: skip
-    """Look for everything that may be wrong, resume where the scenario does, and look again.
-
-    ``settle`` awaits what has to end before each look; by default the victim, before the first one.
-    """
-    lines = results(this_round.folder, scenario)
-    if settle:
-        settle("")
-    else:
-        _see_it_end(this_round, victim, known)
-    inspect(this_round, scenario, known, before)
-    this_round.notes += [f"{name} was left" for name in evidence.leftovers(this_round.folder)]
-    if scenario.resumes:
-        for directory in evidence.directories(this_round.folder):
-            resume(setting, this_round, scenario, known, directory)
-            if settle:
-                settle(RESUMED)
-            inspect(this_round, scenario, known, before, RESUMED)
-            complete(this_round, scenario)
-    for name in sorted(lines - results(this_round.folder, scenario)):
-        this_round.fault("lost", f"{name}: its line of the results is gone")
-
-
-def _see_it_end(this_round: Round, victim: Victim, known: Reference) -> None:
-    """Wait for what has to end; what is left after that is a fault, and killed."""
-    struck = time.monotonic()
-    hurt = {process.role for process in this_round.killed}
-    goes_on = "train.py" not in hurt  # and starts another fork server, or ends by itself when it has said what failed
-    if goes_on and not victim.ends_within(known.patience):
-        this_round.fault("left", f"train.py does not end within {known.patience:.0f} s")
-    ended = time.monotonic() if goes_on else struck
-    there = victims.survivors(victim.mark, victim.folder, ended + LEFT)
-    this_round.fault_left(there)
-    victim.ends_within(LEFT)
-
-
-def inspect(
-    this_round: Round, scenario: Scenario, known: Reference, before: Mapping[Path, bytes], when: str = ""
-) -> None:
-    """Records, files, finished runs, losses."""
-    folder, is_sweep = this_round.folder, bool(scenario.runs)
-    invalid = filter(None, map(evidence.invalid, evidence.run_directories(folder, is_sweep)))
-    this_round.fault("record", *(when + one for one in invalid))
-    this_round.fault("torn", *(when + one for one in evidence.half_written(folder)))
-    for directory, record in before.items():
-        if evidence.changed(directory, record):
-            path = directory / evidence.RECORD
-            this_round.fault("lost", f"{when}{path} has changed, and its run had finished before the kill")
-    for name, found in losses(folder, scenario).items():
-        if found != known.losses[name]:
-            this_round.fault("unequal", f"{when}{name or 'the run'} is ok, with other losses than without an attack")
-
-
-def resume(setting: Setting, this_round: Round, scenario: Scenario, known: Reference, directory: Path) -> None:
-    """Go on with what was attacked."""
-    was_done = bool(not scenario.runs and evidence.finished(this_round.folder, False))
-    place = directory.relative_to(this_round.folder)
-    victim = setting.start(scenario.resume(setting.tree, place), this_round.folder, "resume.log")
-    if not victim.ends_within(known.patience):
-        this_round.fault("incomplete", f"the resume does not end within {known.patience:.0f} s")
-    elif victim.exit_status and not was_done:
-        this_round.fault("incomplete", f"exit status {victim.exit_status}: {tail(victim.log)}")
-    there = victims.survivors(victim.mark, victim.folder, time.monotonic() + LEFT)
-    this_round.fault_left(there, RESUMED)
-
-
-def complete(this_round: Round, scenario: Scenario) -> None:
-    """Every run has to be ok now, in its record and among the results."""
-    done = losses(this_round.folder, scenario)
-    if len(done) < (scenario.runs or 1):
-        this_round.fault("incomplete", f"after the resume {len(done)} of {scenario.runs or 1} runs are ok")
-    if missing := sorted(set(done) - results(this_round.folder, scenario)) if scenario.runs else []:
-        this_round.fault(
-            "incomplete", f"after the resume the results have no line that says ok for {', '.join(missing)}"
-        )
-
-
-def results(folder: Path, scenario: Scenario) -> set[str]:
-    """The runs of a sweep whose last line of results says that they were ok."""
-    if not scenario.runs:
-        return set()
-    lines: dict[str, dict[str, Any]] = {}
-    for directory in evidence.directories(folder):
-        lines |= evidence.results(directory)
-    return {name for name, record in lines.items() if record.get("status") == "ok"}
+def losses_of(folder: Path, scenario: Scenario) -> dict[str, Sequence[float]]:
+    """The losses of each run that was ok, by the name of its directory; of a single one by no name."""
+    ok = evidence.finished(folder, scenario.is_sweep)
+    return {path.name if scenario.is_sweep else "": evidence.losses(path) for path in ok}
 
 
 def tail(log: Path, lines: int = 1) -> str:

@@ -22,7 +22,6 @@ STOPPED = threading.Event()
 #: Seconds between two looks: while nothing is expected, while a file is, and while a birth is.
 IDLE, KEEN, EAGER = 0.01, 0.002, 0.0005
 
-
 #: The priority that this process was started with, and its victims have.
 _NICE = os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -83,10 +82,13 @@ class Victim:
             self._process.wait(max(0.0, seconds))
         return self.exit_status is not None
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether it runs, and the moment of its kill may still come."""
-        return self.exit_status is None and not STOPPED.is_set() and time.monotonic() < self.started + LIMIT
+    def awaits(self, reached: Callable[[], object], every: Callable[[], float] = lambda: KEEN) -> bool:
+        """Wait until something is so; whether it was before the victim ended, or the attack, or :data:`LIMIT`."""
+        while self.exit_status is None and not STOPPED.is_set() and time.monotonic() < self.started + LIMIT:
+            if reached():
+                return True
+            time.sleep(every())
+        return False
 
     def family(self) -> list[Process]:
         """The command and its descendants, as long as it runs; takes well under a millisecond."""
@@ -99,21 +101,16 @@ class Victim:
 
         What the fork server starts before there is a record are no ranks: it imports, and imports may start programs.
         """
-        opened = False
-        while self.is_awaited:
-            opened = opened or any(any(self.folder.glob(f"outputs/{below}/record.json")) for below in ("*", "*/*"))
-            if opened and (born := birth(self.family())):
-                return born
-            time.sleep(EAGER if opened else IDLE)
-        return None
+        opened, born = list[Path](), list[float]()
 
-    def awaits(self, reached: Callable[[], bool]) -> bool:
-        """Wait until it is so; whether it was before the victim ended."""
-        while self.is_awaited:
-            if reached():
-                return True
-            time.sleep(KEEN)
-        return False
+        def is_born() -> bool:
+            if not opened:
+                for below in ("*", "*/*"):
+                    opened.extend(self.folder.glob(f"outputs/{below}/record.json"))
+            born.extend(births(self.family()) if opened else ())
+            return bool(born)
+
+        return min(born) if self.awaits(is_born, lambda: EAGER if opened else IDLE) else None
 
 
 def now() -> float:
@@ -121,15 +118,13 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def birth(family: Iterable[Process]) -> float | None:
-    """When the first rank of a family was born, by the kernel's account, which is up to 10 ms early."""
-    born = []
+def births(family: Iterable[Process]) -> Iterator[float]:
+    """When the ranks of a family were born, by the kernel's account, which is up to 10 ms early."""
     for process in family:
         if process.role == "rank":
             with suppress(OSError, IndexError):
                 ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
-                born.append(int(ticks) / os.sysconf("SC_CLK_TCK"))
-    return min(born, default=None)
+                yield int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def hurry() -> None:
@@ -165,7 +160,8 @@ def left(mark: str, folder: Path | None = None, in_jobs: bool = True) -> list[Pr
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
             environ = (path / "environ").read_bytes()
-            if f"{MARK}={mark}".encode() not in environ and not (folder and _works_in(path, folder)):
+            is_marked = f"{MARK}={mark}".encode() in environ
+            if not is_marked and not (folder and Path(os.readlink(path / "cwd")).is_relative_to(folder)):
                 continue
             if in_jobs or b"SLURM_JOB_ID=" not in environ:
                 found.append(Process(int(path.name), "process", _command(int(path.name))))
@@ -188,9 +184,15 @@ def sweep_away(mark: str) -> None:
 
 
 def _descendants(pid: int, role: str) -> Iterator[Process]:
-    """What a process of a role has started, and what that has."""
-    mine = _command(pid)
-    for child in _children(pid):
+    """What a process of a role has started, and what that has.
+
+    /proc names the children of each thread at once, where psutil would read every process of the machine.
+    """
+    mine, children = _command(pid), list[int]()
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    for child in children:
         command = _command(child)
         its = _role(role, command, is_fork=command == mine)
         yield Process(child, its, command)
@@ -206,24 +208,8 @@ def _role(parent: str, command: str, is_fork: bool) -> str:
     return forked.get(parent, "helper") if is_fork else "helper"
 
 
-def _children(pid: int) -> list[int]:
-    """Of all its threads. /proc names them at once, where psutil would read every process of the machine."""
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
-
-
 def _command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return ""
-
-
-def _works_in(path: Path, folder: Path) -> bool:
-    try:
-        return Path(os.readlink(path / "cwd")).is_relative_to(folder)
-    except OSError:
-        return False

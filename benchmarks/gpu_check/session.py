@@ -1,8 +1,7 @@
-"""Runs of the product on the devices of this machine, and the verdicts on them."""
+"""Runs of the product on the devices of this machine, the verdicts on them, and what is on record."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -12,25 +11,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+from filelock import FileLock
 
-from benchmarks.script import ROOT
-from ptdbench import run as product
-from ptdbench.entry import prepare_ranks
-from ptdbench.launch.settings import enable_expandable_segments
-from ptdbench.records import ledger, record, store
-from ptdbench.records.load import Run, load
-from ptdbench.records.run_record import typed
+from benchmarks.script import ROOT, TORCHRUN, TRAIN, trained
+from benchmarks.tables import drawn
+from ptdbench.files import write_json
+from ptdbench.records.load import load
 from ptdbench.report.remarks import reason
-from ptdbench.setup.compose import compose_all
 from ptdbench.virtual import machine
-
-from .results import Check, Found
 
 #: Steps whose losses are compared.
 CHECKED_STEPS = 5
@@ -42,8 +35,8 @@ LACKING = {"cpu": {"times", "memory"}, "virtual": {"times", "numbers"}}
 #: By how much of it the loss of a reference must change: where nothing is trained, equal losses prove nothing.
 LEAST_CHANGE = 0.05
 
-#: How long the driver may take to let go of a process that has ended.
-RELEASE_SECONDS = 5.0
+#: Seconds after which a run is not waited for, and that the driver may take to let go of a process that has ended.
+PATIENCE, RELEASE_SECONDS = 1200.0, 5.0
 
 #: The variable by which the processes that a session starts are known: others may use the device beside it.
 MARK = "PTDBENCH_GPU_CHECK"
@@ -63,34 +56,38 @@ class Sizes:
     steps: int  #: Steps of a run whose speed is measured.
 
 
-_TINY = Sizes("gpt_tiny", 4, ("model=resnet18", "model.image_size=32", "train.global_batch=8"), "gpt_tiny", (2, 4), 8)
+_TINY_IMAGES = ("model=resnet18", "model.image_size=32", "train.global_batch=8")
 SIZES = {
     "cuda": Sizes("gpt_small", 16, ("model=resnet50", "train.global_batch=128"), "gpt_xl", (8, 16, 32), 40),
-    "cpu": _TINY,
-    "virtual": replace(_TINY, model="gpt_small"),  # beside which workspaces of cuBLAS are small
+    "cpu": Sizes("gpt_tiny", 4, _TINY_IMAGES, "gpt_tiny", (2, 4), 8),
+    "virtual": Sizes("gpt_small", 4, _TINY_IMAGES, "gpt_tiny", (2, 4), 8),  # beside which cuBLAS's workspaces are small
 }
 
 
 @dataclass
 class Session:
-    """Runs and checks of one start of gpu-check."""
+    """Runs and checks of one start of gpu-check, or of gpu-cluster under one launcher."""
 
     device: str  #: ``cuda`` or ``cpu``.
     environment: Mapping[str, Any]  #: Hardware and versions, as in a record.
     directory: Path  #: Where the runs leave their records.
-    sizes: Sizes  #: What suits the device.
-    checks: list[Check] = field(default_factory=list)  #: What the part so far has looked at.
-    on_check: Callable[[], None] = field(default=lambda: None)  #: Is called after each check.
+    launcher: Sequence[str] = TRAIN[:1]  #: The words before ``train.py``.
+    results: Path | None = None  #: The file of results, if there is one.
+    part: str = ""  #: Whose checks these are.
+    checks: list[dict[str, Any]] = field(default_factory=list)  #: What has been looked at.
+    started: float = field(default_factory=time.time)  #: When, in seconds since the epoch.
 
     @classmethod
-    def begin(cls, options: argparse.Namespace) -> Session:
-        """With a new folder for its records."""
-        name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_gpu-check"
-        directory = store.claim_directory(options.outputs, name, "outputs", lambda folder, _: ledger.begin(folder, []))
-        enable_expandable_segments(os.environ)  # as runs do, whichever part is first
+    def begin(cls, device: str, outputs: Path) -> Session:
+        """Begin with a new folder for records."""
+        directory = outputs.resolve() / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_gpu-check-{os.getpid()}"
+        directory.mkdir(parents=True)
         os.environ[MARK] = str(directory)
-        session = cls(options.device, environment_of(options.device), directory, SIZES[options.device])
-        return replace(session, sizes=SIZES[session.kind])
+        # In another process: one that has initialized CUDA cannot fork ranks.
+        ask = "import json; from ptdbench.measure.hardware import environment as ask"
+        ask += f"; print(json.dumps(ask({device!r})))"
+        told = subprocess.run([sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE, text=True).stdout
+        return cls(device, json.loads(told), directory)
 
     @property
     def device_name(self) -> str:
@@ -102,30 +99,13 @@ class Session:
         """``cpu``, ``cuda``, or ``virtual`` for a GPU that is not there."""
         return "virtual" if machine.is_virtual(self.device_name) else self.device
 
-    def carry_out(self, name: str, part: Callable[[Session], None], keep: Callable[[Found], None]) -> None:
-        """Do a part; an error of the part itself is a failed check.
-
-        Args:
-            name: Of the part.
-            part: Looks at one thing after the other.
-            keep: Takes what has been found so far, after each check: whoever ends a part that takes long has the rest.
-        """
-        started, taken = time.monotonic(), datetime.now(timezone.utc)
-
-        def found() -> Found:
-            seconds = round(time.monotonic() - started, 1)
-            return Found(taken.isoformat(timespec="seconds"), seconds, self.environment, self.checks)
-
-        self.checks, self.on_check = [], lambda: keep(found())
-        try:
-            part(self)
-        except Exception as error:
-            self.tell(name, False, f"{type(error).__name__}: {error}")
-        seconds = found().seconds
-        self.tell("duration", seconds < 540, f"{seconds:.0f} s, must be below 540", by="times", seconds=seconds)
+    @property
+    def sizes(self) -> Sizes:
+        """What suits the device."""
+        return SIZES[self.kind]
 
     def tell(self, name: str, passed: bool, said: str, *, by: str = "facts", **figures: Any) -> None:
-        """Note a check, print it, and say that there is one.
+        """Note a check and print it; whoever ends a part that takes long has its checks so far among the results.
 
         Args:
             name: What was looked at.
@@ -137,106 +117,115 @@ class Session:
         if by in LACKING.get(self.kind, ()):
             passed, said = True, f"{self.kind}: not compared: {said}"
         print(f"  {'ok  ' if passed else 'FAIL'}  {name:<30} {said}", flush=True)
-        self.checks.append(Check(name, passed, said, figures))
-        self.on_check()
+        self.checks.append({"name": name, "passed": passed, "said": said, "figures": figures})
+        if self.results:
+            self._keep(self.results)
+
+    def _keep(self, path: Path) -> None:
+        """Replace what this part has found before in the device's file; other parts stay."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        taken, seconds = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(self.started)), time.time() - self.started
+        found = {"taken": taken, "seconds": round(seconds, 1), "environment": self.environment, "checks": self.checks}
+        with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):  # parts run beside each other
+            known: Record = json.loads(path.read_text()) if path.exists() else {"device": self.device_name, "parts": {}}
+            known["parts"][self.part] = found
+            write_json(path, known)
+
+    def watched(self, part: Callable[[Session], object]) -> None:
+        """Carry out a part, of which an error is a failed check."""
+        try:
+            part(self)
+        except Exception as error:
+            self.tell(self.part, False, f"{type(error).__name__}: {error}")
+        took = time.time() - self.started
+        self.tell("duration", took < 540, f"{took:.0f} s, must be below 540", by="times", seconds=took)
 
     def run(self, name: str, *overrides: str) -> Record:
-        """The record of a run of the product in ranks of its own, with its losses; nothing may be left of it."""
+        """Carry out a run, of which nothing may be left; its record, with its losses."""
         words = (f"device={self.device}", "cluster.ranks_per_node=1", *overrides)
-        typed = [*{word.partition("=")[0]: word for word in words}.values()]  # of an option the last word counts
-        asked = compose_all(typed).configs[0]
-
-        def begin(folder: Path, directory: Path) -> None:
-            store.write_record(folder, record.begin(asked.resolved, directory, {}, typed))
-
-        directory = store.claim_directory(self.directory, name, "outputs", begin)
-        prepare_ranks([asked])
-        before = holders()
-        with suppress(SystemExit):  # the record says how it ended
-            product.run(directory)
+        typed = {word.partition("=")[0]: word for word in words}.values()  # of an option the last word counts
+        directory, before = self.directory / re.sub(r"[^\w=.-]+", "-", name), holders()
+        record = trained(directory, *typed, launcher=self.launcher, fails=True, timeout=PATIENCE)
         if left := wait_until_released(before):
             self.tell(f"{name}: processes", False, f"still on the device: {'; '.join(left)}")
-        done = load(directory)
-        assert isinstance(done, Run)  # it is the directory of one
-        return {**done, "losses": done.series("losses").tolist(), "directory": str(directory)}
+        if record["status"] == "ok":
+            record["losses"] = load(directory).series("losses").tolist()  # type: ignore[union-attr]
+        return {**record, "directory": str(directory)}
 
     def well(self, name: str, *overrides: str) -> Record | None:
-        """The record of a run, if it went well; else a check has failed."""
-        found = self.run(name, *overrides)
-        if found["status"] == "ok":
-            return found
-        self.tell(name, False, reason(typed(found)))
+        """Carry out a run; its record, if it went well, else a check has failed."""
+        record = self.run(name, *overrides)
+        if record["status"] == "ok":
+            return record
+        self.tell(name, False, reason(record))
         return None
 
     def reference(self, name: str, *overrides: str) -> list[float]:
-        """Losses of a run that others must follow; empty where they cannot be compared with."""
-        if not (found := self.well(name, *overrides)):
+        """Carry out a run that others must follow; its losses, empty where they cannot be compared with."""
+        if not (record := self.well(name, *overrides)):
             return []
-        losses = found["losses"]
-        moves = difference(losses[CHECKED_STEPS - 1], losses[0]) >= LEAST_CHANGE
-        said = f"loss {losses[0]:.4f} to {losses[CHECKED_STEPS - 1]:.4f}, must change by {LEAST_CHANGE:.0%}"
-        self.tell(name, moves, said, by="numbers", losses=losses[:CHECKED_STEPS])
-        return losses[:CHECKED_STEPS] if moves else []
+        losses: list[float] = record["losses"][:CHECKED_STEPS]
+        moves = difference(losses[-1], losses[0]) >= LEAST_CHANGE
+        said = f"loss {losses[0]:.4f} to {losses[-1]:.4f}, must change by {LEAST_CHANGE:.0%}"
+        self.tell(name, moves, said, by="numbers", losses=losses)
+        return losses if moves else []
 
     def follows(self, name: str, reference: Sequence[float], tolerance: float, *overrides: str) -> None:
         """Carry out a run, whose first losses must be those of the reference within a relative tolerance."""
-        if found := self.well(name, *overrides):
-            self.compare(name, found, reference, tolerance)
+        if record := self.well(name, *overrides):
+            self.compare(name, record, reference, tolerance)
 
-    def compare(self, name: str, found: Record, reference: Sequence[float], tolerance: float) -> None:
+    def compare(self, name: str, record: Record, reference: Sequence[float], tolerance: float) -> None:
         """Hold the first losses of a run that went well against those of a reference, if there is one."""
         if not reference:
             self.tell(name, False, "ran, and there is no reference", by="numbers")
             return
-        off = largest_difference(found["losses"], reference)
+        off = largest_difference(record["losses"], reference)
         self.tell(name, off <= tolerance, f"off by {off:.1e}, at most {tolerance:.0e}", by="numbers", off=off)
 
     def measured(self, name: str, *overrides: str) -> Record:
-        """The record of a run whose speed counts; running out of memory is a result, an MFU of 1 is none."""
-        found = self.run(name, *overrides)
-        if found["status"] == "ok":
-            self.tell(name, plausible(found), speed_text(found), **speed(found))
+        """Carry out a run whose speed counts; running out of memory is a result, an MFU of 1 is none."""
+        record = self.run(name, *overrides)
+        if record["status"] == "ok":
+            self.tell(name, plausible(record), speed_text(record), **speed(record))
         else:
-            self.tell(name, found["status"] == "oom", reason(typed(found)), status=found["status"])
-        return found
+            self.tell(name, record["status"] == "oom", reason(record), status=record["status"])
+        return record
 
     def launched(self, name: str, *overrides: str) -> list[Record]:
-        """Records of the runs of a sweep in one process, as ``torchrun ... train.py -m`` makes them."""
+        """Carry out a sweep in one process, as ``torchrun ... train.py -m`` does; the records of its runs."""
         folder = self.directory / name
-        typed = [f"device={self.device}", *overrides, f"hydra.sweep.dir={folder}"]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-        command = [*torchrun, str(ROOT / "train.py"), "-m", *typed]
+        command = [*TORCHRUN, "--nproc-per-node=1", TRAIN[1], "-m", f"device={self.device}", *overrides]
         # Set, because torchrun would print a warning that it sets it.
         environ = {"OMP_NUM_THREADS": "1", **os.environ}
-        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"torchrun ... -m ended with {done.returncode}: {done.stderr[-500:]}")
+        subprocess.run(
+            [*command, f"hydra.sweep.dir={folder}"], cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, check=True
+        )
         return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-def speed(found: Record) -> dict[str, Any]:
+def speed(record: Record) -> dict[str, Any]:
     """The figures of a run that are kept."""
-    metrics = found["metrics"]
+    metrics = record["metrics"]
     rates = ("tokens_per_second", "samples_per_second", "mfu", "share_of_ceiling")
     kept = {name: metrics.get(name) for name in (*rates, "peak_memory_bytes", "peak_reserved_bytes")}
-    power = {"watts": ((found.get("hardware") or {}).get("gpu") or {}).get("watts")}
-    return {**kept, **power, "step_seconds": metrics["step_seconds"]["median"], "overrides": found["overrides"]}
+    power = {"watts": ((record.get("hardware") or {}).get("gpu") or {}).get("watts")}
+    return {**kept, **power, "step_seconds": metrics["step_seconds"]["median"], "overrides": record["overrides"]}
 
 
-def speed_text(found: Record) -> str:
+def speed_text(record: Record) -> str:
     """The same for people."""
-    metrics = found["metrics"]
-    rate, unit = metrics["tokens_per_second"], "tokens/s"
-    if rate is None:
-        rate, unit = metrics["samples_per_second"], "samples/s"
+    metrics = record["metrics"]
+    unit = "tokens" if metrics["tokens_per_second"] is not None else "samples"
+    rate = metrics[f"{unit}_per_second"]
+    shown = "too few steps to time" if rate is None else f"{rate:,.0f} {unit}/s"
     mfu = "no MFU" if metrics["mfu"] is None else f"MFU {metrics['mfu']:.1%}"
-    shown = "too few steps to time" if rate is None else f"{rate:,.0f} {unit}"
     return f"{shown}, {mfu}, {metrics['peak_memory_bytes'] / 2**30:.1f} GiB"
 
 
-def plausible(found: Record) -> bool:
+def plausible(record: Record) -> bool:
     """Whether the MFU of a run is one, where it has one."""
-    mfu = found["metrics"]["mfu"]
+    mfu = record["metrics"]["mfu"]
     return mfu is None or 0 < mfu < 1
 
 
@@ -247,11 +236,11 @@ def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> f
     return max(map(difference, losses, reference))
 
 
-def difference(found: float, expected: float) -> float:
+def difference(number: float, expected: float) -> float:
     """The relative difference of two numbers; infinite from 0."""
     if not expected:
-        return math.inf if found else 0.0
-    return abs(found / expected - 1)
+        return math.inf if number else 0.0
+    return abs(number / expected - 1)
 
 
 def holders(device_file: str = r"/dev/(nvidia\d+|kfd)") -> dict[int, str]:
@@ -266,23 +255,22 @@ def holders(device_file: str = r"/dev/(nvidia\d+|kfd)") -> dict[int, str]:
     return found
 
 
-def wait_until_released(before: Iterable[int], look: Callable[[], dict[int, str]] = holders) -> list[str]:
+def wait_until_released(before: Iterable[int]) -> list[str]:
     """The processes that hold the device and did not ``before``, after the driver has had its time."""
     until = time.monotonic() + RELEASE_SECONDS
-    while True:
-        left = [told for pid, told in look().items() if pid not in before]
-        if not left or time.monotonic() > until:
-            return left
+    while left := [told for pid, told in holders().items() if pid not in before]:
+        if time.monotonic() > until:
+            break
         time.sleep(0.1)
+    return left
 
 
-def environment_of(device: str) -> dict[str, Any]:
-    """Hardware and versions, asked in another process: a process that has initialized CUDA cannot fork ranks.
-
-    Raises:
-        subprocess.CalledProcessError: They could not be asked.
-    """
-    ask = f"import json; from ptdbench.measure.hardware import environment; print(json.dumps(environment({device!r})))"
-    asked = subprocess.run([sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(asked.stdout)
-    return found
+def on_record(folder: Path) -> str:
+    """What has been found on each device."""
+    tables = []
+    for path in sorted(folder.glob("*.json")):
+        known = json.loads(path.read_text())
+        checks = [(part, check) for part, found in known["parts"].items() for check in found["checks"]]
+        rows = [(part, one["name"], "ok" if one["passed"] else "FAIL", one["said"]) for part, one in checks]
+        tables.append(f"{known['device']}\n\n{drawn(('part', 'check', '', 'figure'), rows)}")
+    return "\n\n".join(tables) or f"nothing is on record in {folder}: no part has run on a GPU yet"

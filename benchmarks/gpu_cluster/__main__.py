@@ -5,67 +5,57 @@
     python -m benchmarks.gpu_cluster --device cpu         # tries the script itself, on two ranks over gloo
 
 Under each launcher (local ranks, torchrun, srun in an allocation, mpirun) the same command lines are typed as a person
-would. Sweeps over layouts, whose losses must follow those of ``single`` within 1e-4 in fp32, with SGD, as Adam
-would hide gradients of the wrong scale; what computes something else by design is held against the same ranks of a CPU;
-``p2p`` and ``collectives``; and a model that is killed, stopped (SIGSTOP) or raises in one rank: 40 s later none of the
-run's processes is left on any node, and its record says why. Exit status 0: all checks passed; 1: one failed; 2: fewer
-than two GPUs.
+would. Layouts, whose losses must follow those of ``single`` within 1e-4 in fp32, with SGD, as Adam would hide
+gradients of the wrong scale; ``p2p`` and ``collectives``; and a model that is killed, stopped (SIGSTOP) or
+raises in one rank: 40 s later none of the run's processes is left on any node, and its record says why. Exit status 0:
+all checks passed; 1: one failed; 2: fewer than two GPUs.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
-from benchmarks.script import ROOT, parser_of
+from benchmarks.gpu_check.session import Session
+from benchmarks.script import ROOT, options
 
-from .checks import FAULTS, LAYOUTS, WORKLOADS, Checks, Layouts
-from .launchers import LAUNCHERS, launchers
+from .checks import FAULTS, LAUNCHERS, LAYOUTS, WORKLOADS, Layout, fault, launchers, layouts, workload
 
 
 def main() -> int:
     """Carry out all checks and print what came out."""
-    options = _parse()
-    gpus = torch.cuda.device_count() if options.device == "cuda" else 2
+    given = options(
+        __doc__,
+        device=("cuda", "of the ranks", ["cuda", "cpu"]),
+        ranks=(int, "of a node; by default one a GPU, two on a CPU"),
+        model=("gpt_small", "a choice of conf/model"),
+        batch=(16, "samples of a step for each rank"),
+        launchers=(LAUNCHERS, "of the ranks", LAUNCHERS),
+        layouts=((), "each the overrides of a run, in quotes: 'parallel=fsdp parallel.context=2'; by default all"),
+        workloads=(WORKLOADS, "that measure links", WORKLOADS),
+        faults=(FAULTS, "of a rank", FAULTS),
+        outputs=(ROOT / "outputs", "folder of the runs"),
+    )
+    gpus = torch.cuda.device_count() if given.device == "cuda" else 2
     if gpus < 2:
         print(f"gpu-cluster needs two GPUs or more on a node, and torch finds {gpus} here", file=sys.stderr)
         return 2
-    folder = options.outputs / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_gpu-cluster"
-    folder.mkdir(parents=True)
-    checks = Checks(options.device, options.model, options.batch, folder)
-    own = [Layouts(tuple(typed.split())) for typed in options.layouts]
-    for launcher in launchers(options.launchers, options.ranks or gpus):
-        nodes = f"{launcher.nodes} node{'s' * (launcher.nodes > 1)}"
-        print(f"{launcher.name}: {launcher.ranks} ranks on {nodes}", flush=True)
-        checks.layouts(launcher, own or LAYOUTS)
-        for workload in options.workloads:
-            checks.workload(launcher, workload)
-        for fault in options.faults:
-            checks.fault(launcher, fault)
-    print(f"records in {folder}")
-    print(f"{len(checks.failed)} failed: {', '.join(checks.failed)}" if checks.failed else "all checks passed")
-    return int(bool(checks.failed))
-
-
-def _parse() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
-    parser.add_argument("--ranks", type=int, help="of a node (default: one a GPU; two on a CPU)")
-    parser.add_argument("--model", default="gpt_small", help="a choice of conf/model (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=16, help="samples of a step for each rank (default: %(default)s)")
-    parser.add_argument("--launchers", nargs="*", choices=LAUNCHERS, default=LAUNCHERS, help="default: all")
-    parser.add_argument(
-        "--layouts", nargs="*", default=(), metavar="OVERRIDES",
-        help="each the overrides of a sweep, in quotes: 'parallel=ddp,fsdp parallel.context=2' (default: all)",
-    )  # fmt: skip
-    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=WORKLOADS, help="default: all")
-    parser.add_argument("--faults", nargs="*", choices=FAULTS, default=FAULTS, help="default: all")
-    parser.add_argument("--outputs", type=Path, default=ROOT / "outputs", help="default: %(default)s")
-    return parser.parse_args()
+    session = Session.begin(given.device, given.outputs)
+    typed = [Layout(words) for words in given.layouts]
+    for launcher in launchers(given.launchers, given.ranks or gpus):
+        print(f"{launcher.name}: {launcher.ranks} ranks on {launcher.nodes} nodes", flush=True)
+        under = replace(session, launcher=launcher.prefix)
+        layouts(under, launcher, typed or LAYOUTS, given.model, given.batch)
+        for name in given.workloads:
+            workload(under, launcher, name)
+        for how in given.faults:
+            fault(under, launcher, how)
+    failed = [check["name"] for check in session.checks if not check["passed"]]
+    print(f"records in {session.directory}")
+    print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all checks passed")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

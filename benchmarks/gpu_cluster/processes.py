@@ -12,8 +12,6 @@ from pathlib import Path
 from benchmarks.attack.victims import MARK, left
 from benchmarks.script import ROOT
 
-from .launchers import Launcher
-
 
 def environ(mark: str) -> dict[str, str]:
     """The variables of a command whose processes bear this mark."""
@@ -21,15 +19,13 @@ def environ(mark: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), MARK: mark}
 
 
-def seconds_until_gone(
-    begun: Path, mark: str, launcher: Launcher, process: subprocess.Popen[bytes], patience: float
-) -> float:
+def seconds_until_gone(begun: Path, mark: str, nodes: int, process: subprocess.Popen[bytes], patience: float) -> float:
     """Seconds from the failure until no process of a command is left; infinite where some are after ``patience``.
 
     Args:
         begun: A file that is made when the failure begins.
         mark: What tells the command's processes.
-        launcher: Who started them.
+        nodes: Of the command.
         process: The command itself; it is killed if it outlasts the patience.
         patience: Seconds to wait.
     """
@@ -38,28 +34,28 @@ def seconds_until_gone(
         ended = process.poll() is not None
         if not begun.exists() and ended:  # it never came so far
             return float("inf")
-        if begun.exists() and ended and not _everywhere(mark, launcher):
+        if begun.exists() and ended and not _everywhere(mark, nodes):
             return time.time() - begun.stat().st_mtime
         time.sleep(0.2)
     process.kill()
     return float("inf")
 
 
-def _everywhere(mark: str, launcher: Launcher) -> list[int]:
+def _everywhere(mark: str, nodes: int) -> list[int]:
     """The processes of a command on all of its nodes."""
-    if launcher.nodes == 1:
-        return _here(mark)
-    srun = ("srun", "--overlap", f"--nodes={launcher.nodes}", "--ntasks-per-node=1")
+    if nodes == 1:
+        return here(mark)
+    srun = ("srun", "--overlap", f"--nodes={nodes}", "--ntasks-per-node=1")
     command = (*srun, sys.executable, "-m", "benchmarks.gpu_cluster.processes", mark)
     # Without the mark: the question would find itself.
     said = subprocess.run(command, cwd=ROOT, env=environ(""), capture_output=True, text=True, check=True).stdout
     return [pid for line in said.splitlines() for pid in json.loads(line)]
 
 
-def _here(mark: str) -> list[int]:
+def here(mark: str) -> list[int]:
     """Those of this node, but not zombies, which have no variables."""
     return [process.pid for process in left(mark)]
 
 
 if __name__ == "__main__":
-    print(json.dumps(_here(sys.argv[1])))
+    print(json.dumps(here(sys.argv[1])))

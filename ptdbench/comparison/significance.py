@@ -4,7 +4,7 @@ With several pairs, the level is family-wise (S. Holm, "A simple sequentially re
 Scandinavian Journal of Statistics 6, 1979). The resulting ranges of ranks hold simultaneously (D. Al Mohamad,
 J. Goeman and E. van Zwet, "Simultaneous confidence intervals for ranks", Biometrics 78, 2022).
 
-``make compare-truth`` measures the rates of false positives and of detections.
+``make ranks-truth`` measures the rates of false positives and of detections.
 """
 
 from __future__ import annotations

@@ -15,20 +15,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attack import evidence, rounds, scenarios, victims
-from benchmarks.attack.__main__ import _environ
+from benchmarks.attack.__main__ import environ as variables
 from benchmarks.attack.rounds import Round, Setting
 from benchmarks.attack.scenarios import Reference, Scenario
 from tests.conftest import ROOT
 from tests.programs import until
 
-CHECKPOINTS = next(one for one in scenarios.SCENARIOS if one.name == "checkpoints")
+CHECKPOINTS = scenarios.SCENARIOS["checkpoints"]
 
 
 @pytest.fixture
 def setting(tmp_path: Path, environ: dict[str, str]) -> Iterator[Setting]:
     """The checkout under attack, and nothing left of its victims after the test."""
     session = f"pytest-{os.getpid()}-{time.monotonic_ns()}"
-    yield Setting(ROOT, tmp_path / "rounds", {**environ, "PYTHONPATH": _environ(ROOT)["PYTHONPATH"]}, session, seed=0)
+    yield Setting(ROOT, tmp_path / "rounds", {**environ, "PYTHONPATH": variables(ROOT)["PYTHONPATH"]}, session, seed=0)
     victims.sweep_away(session)
 
 
@@ -36,14 +36,14 @@ def fought(setting: Setting, moment: str, role: str, known: Reference, resumes: 
     """A round against the checkpointing run in which all processes of a role are killed."""
     scenario = replace(CHECKPOINTS, resumes=resumes)
     for attempt in range(5):  # as in an attack: one that has ended before its moment was not attacked
-        one = Round(moment, scenario.name, setting.base / f"{moment}-{attempt}", moment)
+        one = Round(setting, f"{moment}-{attempt}", scenario, known, moment)
         victim = setting.start(scenario.command(setting.tree, "outputs/named"), one.folder)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(victims, "choose", lambda family, _: [process for process in family if process.role == role])
-            before = rounds.strike(one, victim, random.Random(attempt), known, scenario)
+            before = one.strike(victim, random.Random(attempt))
         if one.killed:
             break
-    rounds.judge(setting, one, victim, known, scenario, before)
+    one.judge(victim, before)
     assert {process.role for process in one.killed} == {role}
     return one
 
@@ -63,15 +63,13 @@ def made_up(setting: Setting, tmp_path: Path, script: str, *, runs: int = 0, lef
     (tmp_path / "tree" / "train.py").write_text(textwrap.dedent(script))
     setting = Setting(tmp_path / "tree", setting.base, setting.environ, setting.session, setting.seed)
     scenario = Scenario("made up", (), ("start",), runs=runs)
-    one = Round("made-up", scenario.name, setting.base / "made-up", "start")
+    one = Round(setting, "made-up", scenario, Reference(0.0, 1.0, {"": [1.0]}), "start")
     victim = setting.start(scenario.command(setting.tree), one.folder)
     assert victim.awaits(lambda: "ready" in victim.log.read_text())
-    known = Reference(0.0, 1.0, {"": [1.0]})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "LEFT", left)
         patch.setattr(victims, "choose", lambda family, _: family[:1])
-        before = rounds.strike(one, victim, random.Random(0), known, scenario)
-        rounds.judge(setting, one, victim, known, scenario, before)
+        one.judge(victim, one.strike(victim, random.Random(0)))
     assert [process.role for process in one.killed] == ["train.py"]
     return one
 
@@ -158,7 +156,7 @@ def test_lines_of_results(tmp_path):
     line = json.dumps({"directory": "x/0_toy", "status": "ok"})
     (sweep / "results.jsonl").write_text(f"{line}\n{line[:9]}")  # the last one is torn, which counts for nothing
     assert list(evidence.half_written(tmp_path)) == []
-    assert set(evidence.results(sweep)) == {"0_toy"}
+    assert evidence.ok_in_results(tmp_path) == {"0_toy"}
     (sweep / "results.jsonl").write_text(f"{line[:9]}\n{line}\n")
     (torn,) = evidence.half_written(tmp_path)
     assert torn.endswith("line 1 does not parse")

@@ -1,3 +1,6 @@
+"""The acceptance run of one GPU: its verdicts on runs that a test makes up, and what it keeps."""
+
+import json
 import os
 import subprocess
 import sys
@@ -5,15 +8,14 @@ import zipfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
+import yaml
+from hydra.utils import instantiate
 
 from benchmarks.gpu_check import __main__ as main
-from benchmarks.gpu_check import parts, results, session
-from benchmarks.gpu_check.__main__ import importable
-from benchmarks.gpu_check.results import Check, Found
-from benchmarks.gpu_check.session import SIZES, Session
+from benchmarks.gpu_check import parts, session
+from benchmarks.gpu_check.session import Session
 from tests.conftest import ROOT
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -21,14 +23,14 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 @pytest.fixture
 def on_cpu(tmp_path: Path) -> Session:
-    return Session("cpu", {}, tmp_path, SIZES["cpu"])
+    return Session("cpu", {}, tmp_path)
 
 
 class Scripted(Session):
     """A session on an H100 whose runs end as the test says."""
 
-    def __init__(self, *records: dict[str, Any], device: str = H100) -> None:
-        super().__init__("cuda", {"devices": [device]}, Path("nowhere"), SIZES["cuda"])
+    def __init__(self, *records: dict[str, Any], device: str = H100, **options: Any) -> None:
+        super().__init__("cuda", {"devices": [device]}, Path("nowhere"), **options)
         self.records = list(records)
         self.typed: list[tuple[str, ...]] = []
 
@@ -50,17 +52,22 @@ def trained(losses: tuple[float, ...] = (5.0, 4.0, 3.0, 2.0, 1.0), mfu: float = 
     return {"status": "ok", "losses": list(losses), "metrics": metrics, "overrides": []}
 
 
-def failed(status: str = "failed") -> dict[str, Any]:
-    return {"status": status, "error": {"rank": 0, "type": "RuntimeError", "message": "no\nmore"}}
+def failed(status: str = "failed", message: str = "no\nmore") -> dict[str, Any]:
+    return {"status": status, "error": {"rank": 0, "type": "RuntimeError", "message": message}}
+
+
+def part(name: str) -> Any:
+    """How a part is carried out."""
+    return instantiate(yaml.safe_load(main.PARTS.read_text())[name])["carry_out"]
 
 
 def verdicts(of: Session) -> dict[str, bool]:
-    return {check.name: check.passed for check in of.checks}
+    return {check["name"]: check["passed"] for check in of.checks}
 
 
 @pytest.mark.thorough
 @pytest.mark.ranks
-def test_a_strategy_follows_single_and_another_seed_does_not(on_cpu: Session) -> None:
+def test_a_layout_follows_single_and_another_seed_does_not(on_cpu: Session) -> None:
     common = ("model=gpt_tiny", "train.global_batch=4", *parts.SGD)
     reference = on_cpu.reference("single", "parallel=single", *common)
     assert len(reference) == 5
@@ -86,15 +93,12 @@ def test_an_mfu_of_1_or_more_fails_and_running_out_of_memory_is_a_result() -> No
     for name in ("too fast", "too large", "broken"):
         of.measured(name)
     assert verdicts(of) == {"too fast": False, "too large": True, "broken": False}
-    assert of.checks[2].said == "failed on rank 0: RuntimeError: no more"
+    assert of.checks[2]["said"] == "failed on rank 0: RuntimeError: no more"
 
 
 def test_products_above_or_far_below_the_peak_fail() -> None:
-    def product(dtype: str, rate: float) -> dict[str, Any]:
-        return {"dtype": dtype, "median": rate * 1e12}
-
-    products = [product("bf16", 700.0), product("bf16", 300.0), product("tf32", 480.0), product("fp16", 500.0),
-                product("fp32", 64.0)]  # fmt: skip
+    rates = [("bf16", 700.0), ("bf16", 300.0), ("tf32", 480.0), ("fp16", 500.0), ("fp32", 64.0)]
+    products = [{"dtype": dtype, "median": rate * 1e12} for dtype, rate in rates]
     of = Scripted(
         {"status": "ok", "matmul": {"ranks": [{"products": products}]}}, {"status": "ok", "check": {"verdict": "sound"}}
     )
@@ -104,14 +108,14 @@ def test_products_above_or_far_below_the_peak_fail() -> None:
     }  # fmt: skip
 
 
-def test_runs_of_one_process_must_be_as_fast_and_as_small_as_fresh_ones() -> None:
-    of = Scripted(*[trained()] * 5, *[trained(rate=104.0, peak=2**30)] * 5)
+@pytest.mark.parametrize(
+    ("fresh", "together", "fast", "small"),
+    [(trained(rate=104.0), trained(), False, True), (trained(), trained(peak=2**30 + 2**26), True, False)],
+)
+def test_runs_of_one_process_must_be_as_fast_and_as_small_as_fresh_ones(fresh, together, fast, small) -> None:
+    of = Scripted(*[together] * 5, *[fresh] * 5)
     parts.processes(of)
-    assert verdicts(of) == {"throughput": False, "peak memory": True}
-
-    of = Scripted(*[trained(peak=2**30 + 2**26)] * 5, *[trained()] * 5)
-    parts.processes(of)
-    assert verdicts(of) == {"throughput": True, "peak memory": False}
+    assert verdicts(of) == {"throughput": fast, "peak memory": small}
 
 
 def test_on_a_gpu_that_is_not_there_memory_is_judged_and_numbers_and_times_are_not() -> None:
@@ -121,32 +125,29 @@ def test_on_a_gpu_that_is_not_there_memory_is_judged_and_numbers_and_times_are_n
     parts.processes(of)
     of.follows("fsdp", [], 1e-4)
     assert verdicts(of) == {"single": True, "ddp": True, "throughput": True, "peak memory": False, "fsdp": False}
-    assert [check.name for check in of.checks if check.said.startswith("virtual: not compared: ")] == [
-        "single",
-        "ddp",
-        "throughput",
-    ]
+    skipped = [check["name"] for check in of.checks if check["said"].startswith("virtual: not compared: ")]
+    assert skipped == ["single", "ddp", "throughput"]
+
+
+def test_every_part_is_there() -> None:
+    assert all(callable(part(name)) for name in yaml.safe_load(main.PARTS.read_text()))
 
 
 def test_the_large_model_runs_at_every_micro_batch_and_tells_its_goal() -> None:
     of = Scripted(trained(mfu=0.4), trained(mfu=0.55), failed("oom"))
-    parts.PARTS["large-fp8"](of)
-    assert [one for typed in of.typed for one in typed if "global_batch" in one] == [
-        "train.global_batch=8",
-        "train.global_batch=16",
-        "train.global_batch=32",
-    ]
+    part("large-fp8")(of)
+    batches = [word for typed in of.typed for word in typed if "global_batch" in word]
+    assert batches == [f"train.global_batch={size}" for size in (8, 16, 32)]
     assert all({"precision=fp8", "compile=layers"} <= set(typed) for typed in of.typed)
-    assert of.checks[-1].name == "goal"
-    assert "MFU 55.0%" in of.checks[-1].said
-    assert "missed by 5.0%" in of.checks[-1].said
-    parts.PARTS["large-layers"](none := Scripted(*[failed("oom")] * 3))
-    assert (verdicts(none)["goal"], none.checks[-1].said) == (False, "no size ran")
+    assert of.checks[-1]["name"] == "goal"
+    assert "MFU 55.0%" in of.checks[-1]["said"]
+    assert "missed by 5.0%" in of.checks[-1]["said"]
+    part("large-layers")(none := Scripted(*[failed("oom")] * 3))
+    assert (verdicts(none)["goal"], none.checks[-1]["said"]) == (False, "no size ran")
 
 
 def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None:
-    lacking = failed()
-    lacking["error"]["message"] = "no support for reduce_scatter in Gloo process group"
+    lacking = failed(message="no support for reduce_scatter in Gloo process group")
     of = Scripted(*[trained()] * 2, lacking, failed(), *[trained()] * 3)
     parts.two_ranks(of)
     passed = ["single", "ddp of 2", "fsdp of 2", "tp of 2", "ulysses of 2", "ring of 2"]
@@ -156,28 +157,31 @@ def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None
 @pytest.mark.ranks
 def test_what_is_refused_because_of_gloo_is_told_as_that(on_cpu: Session) -> None:
     on_one_gpu = ("virtual=h100", "device=auto", "backend=gloo", "cluster.ranks_per_node=2")
-    parts._carried(on_cpu, "pdp of 2", [5.0], "model=gpt_tiny", "parallel=pdp", *on_one_gpu)
+    parts.carried(on_cpu, "pdp of 2", [5.0], "model=gpt_tiny", "parallel=pdp", *on_one_gpu)
     (check,) = on_cpu.checks
-    assert check.passed
-    assert check.said.startswith("not carried by gloo: failed: ConfigError: backend=gloo: cannot send GPU tensors, ")
+    assert check["passed"]
+    assert check["said"].startswith("not carried by gloo: ")
+    assert "backend=gloo: cannot send GPU tensors" in check["said"]
 
 
-def test_an_error_of_a_part_is_a_failed_check(on_cpu: Session) -> None:
-    kept: list[int] = []
-    on_cpu.carry_out("broken", Mock(side_effect=KeyError("metrics")), lambda found: kept.append(len(found.checks)))
-    assert verdicts(on_cpu) == {"broken": False, "duration": True}
-    assert kept == [1, 2]  # after each check, as a part may be ended before it is done
+def test_each_check_is_kept_at_once_and_a_part_replaces_what_it_found_before(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "H100.json"
+    assert "nothing is on record" in session.on_record(path.parent)
+    for part, passed in (("numbers", False), ("images", False), ("numbers", True)):
+        of = Scripted(results=path, part=part)
+        of.tell("loss", passed, "a figure")
+        assert json.loads(path.read_text())["parts"][part]["checks"] == of.checks
+    shown = session.on_record(path.parent)
+    assert "| numbers | loss | ok | a figure |\n| images | loss | FAIL | a figure |" in shown
 
 
-def test_who_holds_the_device_is_found_by_its_open_file(tmp_path: Path) -> None:
-    device = tmp_path / "nvidia0"
-    device.touch()
-    with device.open():
-        assert os.getpid() in session.holders(f"{tmp_path}/nvidia\\d+")
-    assert session.holders(f"{tmp_path}/nvidia\\d+") == {}
+def test_an_error_of_a_part_is_a_failed_check() -> None:
+    of = Scripted(part="broken")
+    of.watched(lambda _: {}["metrics"])
+    assert verdicts(of) == {"broken": False, "duration": True}
 
 
-def test_processes_of_others_on_the_device_are_none_of_the_session(tmp_path: Path, monkeypatch) -> None:
+def test_processes_that_hold_the_device_are_found_but_for_those_of_others(tmp_path: Path, monkeypatch) -> None:
     device = tmp_path / "nvidia0"
     monkeypatch.setenv(session.MARK, "mine")
     waiting = [sys.executable, "-c", "input()"]
@@ -191,6 +195,16 @@ def test_processes_of_others_on_the_device_are_none_of_the_session(tmp_path: Pat
     finally:
         for process in (mine, other):
             process.communicate(b"\n")
+    assert session.holders(f"{tmp_path}/nvidia\\d+") == {}
+
+
+def test_a_process_that_stays_on_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "RELEASE_SECONDS", 0.3)
+    looks = [{1: "1 mine", 2: "2 old"}, {2: "2 old"}]
+    monkeypatch.setattr(session, "holders", lambda: looks.pop(0))
+    assert session.wait_until_released({2}) == []
+    monkeypatch.setattr(session, "holders", lambda: {1: "1 mine", 2: "2 old"})
+    assert session.wait_until_released({2}) == ["1 mine"]
 
 
 def test_parts_beside_each_other_say_which_failed(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -198,35 +212,9 @@ def test_parts_beside_each_other_say_which_failed(monkeypatch: pytest.MonkeyPatc
         return subprocess.CompletedProcess(command, int(command[-1] == "narrow"), f"{command[-1]} done\n")
 
     monkeypatch.setattr(main.subprocess, "run", run)
-    options = Namespace(device="cuda", outputs=Path("outputs"), results=None, jobs=2)
-    assert main._beside_each_other(["numbers", "narrow"], options) == ["narrow: see above"]
+    given = Namespace(device="cuda", outputs=Path("outputs"), results=None)
+    assert main.each(["numbers", "narrow"], given, jobs=2) == ["narrow"]
     assert capsys.readouterr().out == "numbers done\nnarrow done\n"
-    assert set(parts.UNTIMED) < set(parts.PARTS)
-
-
-def test_parts_that_all_run_beside_each_other_leave_no_folder_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "_beside_each_other", lambda names, _: [] if len(names) == 2 else ["none"])
-    monkeypatch.setattr(Session, "begin", lambda _: pytest.fail("nothing is left to carry out"))
-    assert main._check(Namespace(device="cpu", part=[*parts.UNTIMED][:2], jobs=2)) == 0
-
-
-def test_a_process_that_stays_on_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "RELEASE_SECONDS", 0.3)
-    looks = iter([{1: "1 mine", 2: "2 old"}, {2: "2 old"}])
-    assert session.wait_until_released({2}, lambda: next(looks)) == []
-    assert session.wait_until_released({2}, lambda: {1: "1 mine", 2: "2 old"}) == ["1 mine"]
-
-
-def test_a_part_replaces_what_it_found_before_and_leaves_the_others(tmp_path: Path) -> None:
-    def found(passed: bool) -> Found:
-        return Found("2026-01-01T00:00:00+00:00", 1.0, {}, [Check("loss", passed, "a figure")])
-
-    assert "nothing is on record" in results.tables(tmp_path / "results")
-    for part, passed in (("numbers", False), ("images", False), ("numbers", True)):
-        results.keep(tmp_path / "results", H100, part, found(passed))
-    assert [path.name for path in (tmp_path / "results").glob("*.json")] == ["NVIDIA-H100-80GB-HBM3.json"]
-    rows = [line.split()[:3] for line in results.tables(tmp_path / "results").splitlines() if "figure" in line][1:]
-    assert rows == [["numbers", "loss", "ok"], ["images", "loss", "FAIL"]]
 
 
 def test_wheels_are_unpacked_and_come_first_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +223,7 @@ def test_wheels_are_unpacked_and_come_first_on_the_path(tmp_path: Path, monkeypa
             wheel.writestr(f"{name}_of_the_wheel/data.txt", "text")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "before")
-    with importable(tmp_path):
+    with main.importable(tmp_path):
         checkout, site, before = os.environ["PYTHONPATH"].split(os.pathsep)
         assert (checkout, before) == (str(ROOT), "before")
         assert sys.path[:2] == [checkout, site]
@@ -261,10 +249,10 @@ def profiled(other: float = 0.001, weights: int = 51, activations: int = 40, unk
     ],
 )  # fmt: skip
 def test_what_is_not_explained_of_a_step_is_limited(record: dict[str, Any], passed: list[bool], said: str) -> None:
-    of = Scripted(*[record] * len(parts.STRATEGIES))
+    of = Scripted(*[record] * len(parts.LAYOUTS))
     parts.explained(of)
-    assert [check.passed for check in of.checks] == passed * len(parts.STRATEGIES)
-    assert said in of.checks[0].said
+    assert [check["passed"] for check in of.checks] == passed * len(parts.LAYOUTS)
+    assert said in of.checks[0]["said"]
 
 
 @pytest.mark.thorough

@@ -12,21 +12,22 @@ from tests.programs import call
 
 #: Rows of benchmarks/virtual/published.csv without compilation, on 8 and on 128 GPUs, and one that is left out.
 ROWS = ("0", "7", "4")
+PUBLISHED = (sys.executable, "benchmarks/virtual_truth.py", "published", "--only")
 
 
 @pytest.mark.ranks
 @pytest.mark.thorough
 def test_eager_rows_are_within_three_percent(environ):
-    done = call(sys.executable, "benchmarks/virtual_truth.py", "--only", *ROWS, cwd=ROOT, environ=environ, timeout=600)
+    done = call(*PUBLISHED, *ROWS, cwd=ROOT, environ=environ, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 rows are off by" in done.stdout
 
 
 def test_runs_that_were_measured_are_known_with_their_options_and_peaks():
     found = [(device, figures) for device, _, figures in virtual_truth.of_gpu_check()]
-    assert {device for device, _ in found} <= set(virtual_truth.VIRTUAL)
+    assert {device for device, _ in found} <= set(virtual_truth.DEVICES)
     assert len(found) >= 6
     for device, figures in found:
         typed = (word for word in figures["overrides"] if not word.startswith("device="))
-        assert choices.virtual(read(*typed, f"virtual={virtual_truth.VIRTUAL[device]}")).gpu.name == device
+        assert choices.virtual(read(*typed, f"virtual={virtual_truth.DEVICES[device]}")).gpu.name == device
         assert 0 < figures["peak_memory_bytes"] <= figures["peak_reserved_bytes"]

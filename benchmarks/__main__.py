@@ -1,0 +1,67 @@
+"""Carry out a benchmark of ptdbench itself.
+
+    python -m benchmarks TARGET [SUBJECT] [OPTIONS]
+
+Without a subject all that a target has by default are carried out, or, with options, the first. Each is a program of
+its own, whose docstring says what it measures and what would be good. ``KEEP=1`` in the environment stores its figures
+in ``results.json`` and rewrites the README.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from benchmarks.script import ROOT
+
+#: The programs of each target by subject, with their first word where they have several, and how many by default.
+TARGETS: dict[str, tuple[int, dict[str, str]]] = {
+    "overhead": (
+        4,
+        {
+            "steps": "overhead",
+            "checkpoints": "checkpoint_cost",
+            "collectives": "clock_truth collectives",
+            "products": "clock_truth products",
+            "phases": "phases_truth",
+        },
+    ),
+    "parity-matrix": (1, {"layouts": "parity_matrix layouts", "experts": "parity_matrix experts"}),
+    "virtual-truth": (
+        2,
+        {
+            "measured": "virtual_truth measured",
+            "published": "virtual_truth published",
+            "layouts": "virtual_truth layouts",
+        },
+    ),
+    **{
+        target: (1, {"": target.replace("-", "_")})
+        for target in (
+            "launch-time", "model-speed", "train-for-real", "plan-truth", "memory-truth", "ranks-truth", "virtual-step",
+            "attack",
+        )
+    },
+}  # fmt: skip
+
+
+def main(target: str = "", *words: str) -> int:
+    """Carry out subjects of a target one after the other; the exit status of the first that fails."""
+    if target not in TARGETS:
+        print(f"{__doc__}\n" + "\n".join(f"{name:16}{' '.join(programs)}" for name, (_, programs) in TARGETS.items()))
+        return int(target not in ("", "-h", "--help"))
+    count, programs = TARGETS[target]
+    subjects = [*programs][: 1 if words else count]
+    if words and words[0] in programs:
+        subjects, words = [words[0]], words[1:]
+    commands = [[sys.executable, "-m", *f"benchmarks.{programs[subject]}".split(), *words] for subject in subjects]
+    if len(commands) == 1:
+        os.chdir(ROOT)
+        os.execv(sys.executable, commands[0])  # signals reach it as if it had been typed
+    statuses = [subprocess.run(command, cwd=ROOT, check=False).returncode for command in commands]
+    return next(filter(None, statuses), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

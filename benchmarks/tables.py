@@ -1,0 +1,111 @@
+"""Rewrite the tables of the pages from the stored results, as ``python -m benchmarks.tables``.
+
+``results.json`` holds the figures of the README with date and machine, ``gpu/`` what ``make gpu-check`` has found,
+``parity/`` and ``virtual/`` the matrices of layouts. A benchmark that is started with ``KEEP=1`` stores its figures.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "benchmarks"
+README, RESULTS = FOLDER / "README.md", FOLDER / "results.json"
+
+#: Runs of ``make gpu-check`` whose speed the README shows.
+SPEEDS = ("large-eager", "large-layers", "small")
+
+
+def drawn(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Draw a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+
+
+def inserted(text: str, name: str, table: str) -> str:
+    """Return a page with another table between its comments of this name."""
+    before, begin, rest = text.partition(f"<!-- {name} -->")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    if not (begin and end):
+        raise ValueError(f"the page has no comments <!-- {name} --> and <!-- end of {name} -->")
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
+
+
+def store(name: str, result: str | Sequence[Sequence[str]]) -> None:
+    """Store the result of a figure, or the rows of a table, of today and this machine, and rewrite the pages."""
+    from ptdbench.measure.hardware import environment
+
+    machine, results = environment("cpu"), json.loads(RESULTS.read_text())
+    kind, content = ("figures", "result") if isinstance(result, str) else ("tables", "rows")
+    if name not in results[kind]:
+        print(f"results.json has no {name!r} among its {kind}: not stored")
+        return
+    results[kind][name] |= {
+        content: result,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{machine['cores']} cores, {machine['cpu']}, torch {machine['torch']}",
+    }
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    rewrite()
+
+
+def of_readme() -> dict[str, str]:
+    """Draw the tables of the README, by name."""
+    results = json.loads(RESULTS.read_text())
+    fields = ("command", "measures", "required", "result", "date", "machine")
+    figures = [[figure[field] for field in fields] for figure in results["figures"].values()]
+    tables = {name: drawn(table["columns"], table["rows"]) for name, table in results["tables"].items()}
+    speeds = drawn(
+        ("model, samples, `compile`", "tokens/s", "MFU", "step ms", "estimated", "GiB", "virtual"),
+        _speeds(json.loads((FOLDER / "gpu/NVIDIA-H200.json").read_text()), results["known without a GPU"]),
+    )
+    of_gpu_check = yaml.safe_load((FOLDER / "gpu_check/parts.yaml").read_text())
+    parts = [(f"`{name}`", part["covers"], part["rule"]) for name, part in of_gpu_check.items()]
+    return {
+        "figures": drawn(fields, figures),
+        "speeds": speeds,
+        "parts": drawn(("part", "covers", "rule"), parts),
+        **tables,
+    }
+
+
+def _speeds(found: Any, known: dict[str, list[str]]) -> Iterable[list[str]]:
+    """Draw rows of one device's runs, beside what was known without it: estimated ms, and GiB on a virtual one."""
+    for check in (check for part in SPEEDS for check in found["parts"][part]["checks"]):
+        figures = check["figures"]
+        if check["name"] == "goal" or "mfu" not in figures:
+            continue
+        options = dict(word.split("=", 1) for word in figures["overrides"])
+        run = f"{options['model']}, {options['train.global_batch']}, `{options['compile']}`"
+        estimate, virtual = known[run]
+        rate, mfu, step = figures["tokens_per_second"], figures["mfu"], figures["step_seconds"]
+        measured = f"{rate:,.0f}", f"{100 * mfu:.1f} %", f"{1e3 * step:.1f}"
+        yield [run, *measured, estimate, f"{figures['peak_memory_bytes'] / 2**30:.2f}", virtual]
+
+
+def pages() -> dict[Path, str]:
+    """Return the text that each page with tables should have."""
+    from benchmarks.cells import Matrix
+
+    texts = {README: README.read_text()}
+    for name, table in of_readme().items():
+        texts[README] = inserted(texts[README], name, table)
+    for matrix in map(Matrix.load, ("layouts", "experts", "virtual")):
+        texts[ROOT / matrix.page] = matrix.shown((ROOT / matrix.page).read_text())
+    return texts
+
+
+def rewrite() -> None:
+    """Rewrite the pages."""
+    for page, text in pages().items():
+        page.write_text(text)
+
+
+if __name__ == "__main__":
+    rewrite()
