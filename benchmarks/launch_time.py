@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -97,7 +98,8 @@ def _torchrun(ranks: int) -> float:
 def _sweep_seconds(runs: int) -> float:
     toy = ("model=toy", "parallel=ddp", "device=cpu", "cluster.ranks_per_node=2", "train.steps=2", "profile.steps=0")
     with TemporaryDirectory() as directory:
-        return seconds_of([*TRAIN, "-m", *toy, f"seed=range(0,{runs})", f"hydra.sweep.dir={directory}/sweep"])
+        command = [*TRAIN, "-m", *toy, f"seed=range(0,{runs})", f"hydra.sweep.dir={directory}/sweep"]
+        return seconds_of(command, stderr=subprocess.DEVNULL)  # its progress
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from scipy import stats
 from benchmarks.script import ROOT, keep, options
 from ptdbench.comparison import alternatives, noise, significance, variation
 from ptdbench.comparison.ranking import rank
-from ptdbench.comparison.significance import LEVEL, POWER
+from ptdbench.comparison.significance import LEVEL
 from ptdbench.comparison.variation import Noise, Pool, Sample
 from ptdbench.records import store
 from ptdbench.setup.config import Repeat
@@ -177,9 +177,6 @@ def decided(random: np.random.Generator, sweeps: int) -> Iterator[Row]:
         seen = _seen(random, sweeps, is_first_decided, LAYOUTS, repeats, kind, earlier)
         name = f"first of {', '.join(map(str, LAYOUTS))} x {repeats}, {kind} {earlier}"
         yield _row(name, seen, sweeps, least=DECIDED if repeats == BENCH else 0.0)
-    for kind in ERRORS:
-        seen = _seen(random, sweeps, is_told_apart_at_a_look, (1.0, 0.95), 60, kind)
-        yield _row(f"5 % slower, repeat=auto, {kind}", seen, sweeps, least=POWER)
 
 
 def _seen(
