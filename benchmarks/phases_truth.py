@@ -110,9 +110,12 @@ def _in_rank(job: Job, pairs: int) -> dict[str, Any]:
             taken = _timed(loop, is_free=way == "free")
             if number >= 3:  # the first ones allocate
                 times[way].append(taken)
-    mean = {"step_seconds": {"mean": float(np.mean([seconds for seconds, _ in times["step"]]))}}
+    mean = Metrics(step_seconds=StepSeconds(mean=float(np.mean([seconds for seconds, _ in times["step"]]))))
     phases, of_ranks = profile.phases(job, loop, mean, profile.Expected()), gather(times)
-    return {"phases": phases, **{way: np.mean([rank[way] for rank in of_ranks], axis=0).T.tolist() for way in times}}
+    return {
+        "phases": to_builtins(phases),
+        **{way: np.mean([rank[way] for rank in of_ranks], axis=0).T.tolist() for way in times},
+    }
 
 
 def _timed(loop: StepLoop, is_free: bool) -> tuple[float, float]:

@@ -37,8 +37,8 @@ from ptdbench.comparison.ranking import rank
 from ptdbench.comparison.significance import LEVEL
 from ptdbench.comparison.variation import Noise, Pool, Sample
 from ptdbench.records import store
+from ptdbench.setup import runs
 from ptdbench.setup.config import Repeat
-from ptdbench.sweep import blocks
 
 #: Standard deviation of the logarithm of a run's figure: by its error, and by the drift of the machine.
 ERROR, DRIFT = 0.08, 0.07
@@ -120,7 +120,7 @@ def sweep(random: np.random.Generator, shares: Sequence[float], repeats: int, er
     correlation = math.exp(-1 / MEMORY)
     drift = random.normal(0, DRIFT)
     samples: list[dict[Hashable, float]] = [{} for _ in shares]
-    order = blocks.order(len(shares), Repeat(repeats, 60, 0.02, int(random.integers(2**31)), None, None))
+    order = runs.order(len(shares), Repeat(repeats, 60, 0.02, int(random.integers(2**31)), None, None))
     for layout, block in order:
         drift = correlation * drift + math.sqrt(1 - correlation**2) * random.normal(0, DRIFT)
         key = layout if block is None else block  # a single run is of no block

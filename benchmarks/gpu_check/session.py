@@ -22,6 +22,7 @@ from benchmarks.script import ROOT, TORCHRUN, TRAIN, trained
 from benchmarks.tables import drawn
 from ptdbench.files import write_json
 from ptdbench.records.load import load
+from ptdbench.records.run_record import typed
 from ptdbench.report.remarks import reason
 from ptdbench.virtual import machine
 
@@ -157,7 +158,7 @@ class Session:
         record = self.run(name, *overrides)
         if record["status"] == "ok":
             return record
-        self.tell(name, False, reason(record))
+        self.tell(name, False, reason(typed(record)))
         return None
 
     def reference(self, name: str, *overrides: str) -> list[float]:
@@ -189,7 +190,7 @@ class Session:
         if record["status"] == "ok":
             self.tell(name, plausible(record), speed_text(record), **speed(record))
         else:
-            self.tell(name, record["status"] == "oom", reason(record), status=record["status"])
+            self.tell(name, record["status"] == "oom", reason(typed(record)), status=record["status"])
         return record
 
     def launched(self, name: str, *overrides: str) -> list[Record]:

@@ -150,6 +150,6 @@ def fault(session: Session, launcher: Launcher, how: str) -> None:
     error: dict[str, Any] = record.get("error") or {}
     is_named = error.get("rank") == victim or f"rank {victim}" in str(error.get("message"))
     gone = "all gone" if seconds <= GONE else "not gone"
-    why = reason(record) if error else f"see {output.name}"
+    why = reason(typed(record)) if error else f"see {output.name}"
     said = f"{gone} {seconds:.0f} s after, at most {GONE:.0f}; {why}"
     session.tell(f"{launcher.name} {how}", seconds <= GONE and is_named and record.get("status") != "ok", said)
