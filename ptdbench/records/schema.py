@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -503,14 +502,6 @@ _TOO_DEEP = "not JSON of this program (nested too deeply)"
 
 #: An error without a type, of no rank.
 NO_ERROR = {"rank": -1, "type": "", "message": "", "traceback": ""}
-
-
-def part(record: Written, kind: type[S]) -> S:
-    """Return a group of a record's fields, such as :class:`Metrics`; all are ``None`` if the record lacks the group.
-
-    Only for a record read from a file: in memory it may contain NumPy numbers, or numbers that JSON cannot represent.
-    """
-    return msgspec.convert(record.get(re.sub(r"(?<=.)(?=[A-Z])", "_", kind.__name__).lower()) or {}, kind)
 
 
 def error(record: Written) -> Error:

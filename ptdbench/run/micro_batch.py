@@ -33,10 +33,10 @@ from ptdbench.planning.tries import (
     try_options,
 )
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import failure, record, schema, store
+from ptdbench.records import failure, record, store
 from ptdbench.records.ownership import Attempt
-from ptdbench.records.run_record import typed
-from ptdbench.records.schema import Metrics, Try, part
+from ptdbench.records.run_record import RunRecord
+from ptdbench.records.schema import Metrics, Try
 from ptdbench.report import display
 from ptdbench.report.display import Heading
 from ptdbench.report.remarks import reason
@@ -202,10 +202,10 @@ class Finder:
     def _ranks_here(self) -> int:
         return self.steps.world.local_size if self.steps else self._spec.world_size
 
-    def _needed(self, micro_batch: int, record: dict[str, Any]) -> int | None:
+    def _needed(self, micro_batch: int, metrics: Metrics) -> int | None:
         """Return the bytes that a run would take: all ranks of this host together, or the GPU of the largest rank."""
         assert self._spec.training
-        metrics, waits = part(record, Metrics), missing_sample_bytes(self._spec.training, self._layouts[micro_batch])
+        waits = missing_sample_bytes(self._spec.training, self._layouts[micro_batch])
         if self._spec.device_type == "cpu":
             peak = metrics.peak_memory_bytes
             return None if peak is None else (peak + waits) * self._ranks_here
@@ -218,22 +218,19 @@ class Finder:
         assert self._spec.training
         started = time.monotonic()
         record = self._carried_out(micro_batch, try_options(self.config), "")
-        if self._spec.device_type != "cpu" and not self._spec.virtual and record.get("metrics"):
-            self._search.room = self._room(part(record, Metrics))
-        needed = None if record["status"] == "oom" else self._needed(micro_batch, record)
-        fits = record["status"] != "oom" and (needed or 0) <= self._search.room
-        if fits and (known := part(record, Metrics).step_seconds):  # the last try that fits is of the largest
+        if self._spec.device_type != "cpu" and not self._spec.virtual and record.metrics.device_memory_bytes:
+            self._search.room = self._room(record.metrics)
+        needed = None if record.status == "oom" else self._needed(micro_batch, record.metrics)
+        fits = record.status != "oom" and (needed or 0) <= self._search.room
+        if fits and (seconds := record.step_seconds.median):  # the last try that fits is of the largest
             layout = self._layouts[micro_batch]
-            shorter = stand_in(self._spec.training, layout).accumulation
-            self._step_seconds = (known.median or 0.0) * layout.accumulation / shorter
-        found = Try(micro_batch, record["status"], needed, fits, time.monotonic() - started)
+            self._step_seconds = seconds * layout.accumulation / stand_in(self._spec.training, layout).accumulation
+        tried = Try(micro_batch, record.status, needed, fits, time.monotonic() - started)
         so_far = self._field(None)
-        self.note(so_far | {"tries": [*so_far["tries"], to_builtins(found)]})
-        return found
+        self.note(so_far | {"tries": [*so_far["tries"], to_builtins(tried)]})
+        return tried
 
-    def _carried_out(
-        self, micro_batch: int, options: dict[str, Any], what: str, is_whole: bool = False
-    ) -> dict[str, Any]:
+    def _carried_out(self, micro_batch: int, options: dict[str, Any], what: str, is_whole: bool = False) -> RunRecord:
         """Return the record of a short run, with whole steps if ``is_whole``, otherwise with shorter stand-ins."""
         assert self._spec.training
         layout = self._layouts[micro_batch]
@@ -248,10 +245,10 @@ class Finder:
         open_try(directory, config, self._summary(layout))
         with display.headed(heading):
             self.carry_out(directory)
-        record = store.load_record(directory)
-        is_told = record["status"] != "oom" or not self._spec.virtual or failure.is_of_gpu(schema.error(record))
-        if record["status"] not in _TELLING or not is_told:  # with virtual GPUs, host memory may have run out instead
-            raise Broken(f"the trial run of micro-batch {micro_batch} ended without a result: {reason(typed(record))}")
+        record = store.read_record(directory)
+        is_told = record.status != "oom" or not self._spec.virtual or failure.is_of_gpu(record.error)
+        if record.status not in _TELLING or not is_told:  # with virtual GPUs, host memory may have run out instead
+            raise Broken(f"the trial run of micro-batch {micro_batch} ended without a result: {reason(record)}")
         return record
 
     def _fastest(self, fitting: list[int]) -> int:
@@ -299,9 +296,9 @@ class Finder:
         options = try_options(self.config, _WARMUP + timed)
         options["train.warmup_steps"] = options["train.steps"] - timed  # those fp16 may skip come first; half at most
         record = self._carried_out(size, options, what, is_whole=True)
-        if record["status"] == "oom":
+        if record.status == "oom":
             return None
-        rate = part(record, Metrics).samples_per_second
+        rate = record.metrics.samples_per_second
         if not rate:
             raise Broken(f"the trial run of micro-batch {size} has no throughput; try train.micro_batch=max")
         return rate

@@ -18,9 +18,9 @@ from omegaconf import ListConfig, OmegaConf
 from ptdbench import search_path, terminal
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem, in_shell
-from ptdbench.records import ledger, record, store
+from ptdbench.records import ledger, store
 from ptdbench.records.effects import affects, options_affecting
-from ptdbench.records.schema import Written
+from ptdbench.records.run_record import RunRecord
 from ptdbench.setup.commandline import as_written, is_cluster, option, quoted, values
 from ptdbench.setup.config import CALLS, Config, of_record, targets
 
@@ -93,29 +93,29 @@ def read(typed: Sequence[str], multirun: bool, world: World | None, config_name:
 
 def _run(directory: Path, others: list[str], multirun: bool, world: World | None) -> Line:
     """Resume in the run's directory if nothing changes; elsewhere or with other options it becomes a new run."""
-    written = _record(RUN, directory)
+    run = _record(RUN, directory)
     place = [override for override in others if _is_place(override)]
-    moves = world is None and any(_moves(override, written) for override in place)
+    moves = world is None and any(_moves(override, run) for override in place)
     moves |= any(option(override) == "hydra.run.dir" and not _names(override, directory) for override in place)
-    earlier = _earlier(directory, written)
+    earlier = _earlier(directory, run)
     others = _new(others, earlier)
-    kept = [*(override for override in earlier if not _is_place(override)), *_shape(earlier, written, others, world)]
+    kept = [*(override for override in earlier if not _is_place(override)), *_shape(earlier, run, others, world)]
     hydras = [word for word in _hydras(directory / ".hydra/hydra.yaml", others) if option(word).startswith(_OF_RUNS)]
     if len(others) > len(place) or multirun or moves:
         if (values(others).get(RESHAPE) or "").lower() == "true":
             rule = "is for a run that continues in its directory, and other options start a new run, of any layout"
             raise ConfigError([Problem(RESHAPE, True, rule, f"omit it, or all but {RUN} and the ranks of cluster")])
         if moves and len(others) == len(place):
-            _refuse_complete(directory, written)
+            _refuse_complete(directory, run)
         kept = [word for word in _without(kept, others) if option(word) not in (RUN, "repeat.block")]
         replaced = _replaced(directory, others, earlier)
         kept = [word for word in kept if not option(word).startswith(replaced)]
         return Line([*kept, *hydras, *others, f"{RUN}={quoted(str(directory.resolve()))}"], None)
-    _refuse_complete(directory, written)
+    _refuse_complete(directory, run)
     if world is None and (sweep := _submitted_by(directory)):
         return _sweep(sweep, others, RUN, only=str(directory.resolve().relative_to(sweep.resolve())))
     if world is None:
-        _refuse_elsewhere(directory, written)
+        _refuse_elsewhere(directory, run)
     return Line([*_without(kept, place), *hydras, *place, f"hydra.run.dir={quoted(str(directory))}"], directory)
 
 
@@ -174,17 +174,17 @@ def _ledger(directory: Path) -> ledger.Ledger:
         raise ConfigError([Problem(SWEEP, directory, str(damage), remedy)]) from None
 
 
-def _earlier(directory: Path, written: Written) -> list[str]:
+def _earlier(directory: Path, run: RunRecord) -> list[str]:
     """Return the overrides of a run, as they were typed, without those that set the repeats of its sweep."""
-    if (typed := written.get("overrides")) is None:
+    if (typed := run.overrides) is None:
         raise ConfigError([Problem(RUN, directory, "its record has no overrides", "type them, in a new directory")])
     return [override for override in typed if not affects(option(override), "blocks")]
 
 
-def _record(asked: str, directory: Path) -> Written:
+def _record(asked: str, directory: Path) -> RunRecord:
     """Return the record of a run that is to continue; raises ConfigError if there is none, or it is damaged."""
     try:
-        return store.load_record(directory)
+        return store.read_record(directory)
     except (FileNotFoundError, NotADirectoryError):
         rule, remedy = f"there is no run (no {store.RECORD})", "give the directory of a run below outputs"
         if store.is_sweep(directory):
@@ -212,9 +212,9 @@ def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
     return [override for override in overrides if option(override) not in given]
 
 
-def _shape(earlier: Iterable[str], written: Written, others: Iterable[str], world: World | None) -> list[str]:
+def _shape(earlier: Iterable[str], run: RunRecord, others: Iterable[str], world: World | None) -> list[str]:
     """Return overrides for the shape of a run, wherever it was set; empty on another cluster, whose shapes differ."""
-    if (was := record.option(written, "cluster", dict)) is None:
+    if (was := run.option("cluster", dict)) is None:
         return [override for override in earlier if affects(option(override), "shape")]
     typed = values(others).get("cluster")
     if typed not in (None, was.get("name")):
@@ -227,10 +227,10 @@ def _shape(earlier: Iterable[str], written: Written, others: Iterable[str], worl
     return [f"{name}={value}" for name, value in kept.items() if value not in (None, "auto")]
 
 
-def _moves(override: str, written: Written) -> bool:
+def _moves(override: str, run: RunRecord) -> bool:
     """Return whether an override moves a run to another cluster."""
     name, value = option(override), override.partition("=")[2]
-    was = record.option(written, "cluster.name", str)
+    was = run.option("cluster.name", str)
     return (name == "cluster" and value != was) or (name == "hydra/launcher" and value.startswith("submitit"))
 
 
@@ -250,14 +250,14 @@ def _submitted_by(directory: Path) -> Path | None:
 
 def startable(directory: Path, world: World | None) -> Config:
     """Return the configuration of a directory's run; raises ConfigError if it is complete or must run elsewhere."""
-    written = _record("run", directory)
-    _refuse_complete(directory, written, "run")
+    run = _record("run", directory)
+    _refuse_complete(directory, run, "run")
     if world is None:
-        if record.option(written, "cluster.submit", str):
-            rule = f"cluster={record.option(written, 'cluster.name', str)} carries it out as a job"
+        if run.option("cluster.submit", str):
+            rule = f"cluster={run.option('cluster.name', str)} carries it out as a job"
             raise ConfigError([Problem("run", directory, rule, f"try {terminal.command()} {in_shell(RUN, directory)}")])
-        _refuse_elsewhere(directory, written)
-    config = of_record(written)
+        _refuse_elsewhere(directory, run)
+    config = of_record(run.written)
     if search_path.FOLDER not in os.environ:  # which this user's own job has
         _check_targets("run", directory, config)
     return config
@@ -291,9 +291,9 @@ def _new(others: Iterable[str], earlier: Sequence[str]) -> list[str]:
     return [word for word in others if not (option(word).endswith("_target_") and word in earlier)]
 
 
-def _refuse_elsewhere(directory: Path, written: Written) -> None:
+def _refuse_elsewhere(directory: Path, run: RunRecord) -> None:
     """Refuse to resume a launcher's run as processes of this machine, which may be a login node."""
-    launcher, nodes = written.get("launcher"), written.get("nodes") or []
+    launcher, nodes = run.launcher, run.nodes
     here = {socket.gethostname(), socket.gethostname().partition(".")[0]}
     known = KNOWN.get(launcher or "local")
     if known and (known.has_parent or (not known.has_step and set(nodes) <= here)):
@@ -305,9 +305,9 @@ def _refuse_elsewhere(directory: Path, written: Written) -> None:
     raise ConfigError([Problem(RUN, directory, rule, remedy)])
 
 
-def _refuse_complete(directory: Path, written: Written, asked: str = RUN) -> None:
-    done, wanted = written.get("steps") or 0, record.option(written, "train.steps", int)
-    if written.get("status") == "ok" and done == wanted:
+def _refuse_complete(directory: Path, run: RunRecord, asked: str = RUN) -> None:
+    done, wanted = run.steps or 0, run.option("train.steps", int)
+    if run.status == "ok" and done == wanted:
         rule, again = f"is complete, with {done} of {wanted} steps", f"{terminal.command()} {in_shell(RUN, directory)} "
         remedy = f"try {again * (asked != RUN)}train.steps={2 * done}, to train on from there"
         raise ConfigError([Problem(asked, directory, rule, remedy)])

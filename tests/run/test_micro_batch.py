@@ -13,6 +13,7 @@ from ptdbench.measure import memory
 from ptdbench.planning.tries import try_options, with_found_micro_batch
 from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import record, store
+from ptdbench.records.schema import Metrics
 from ptdbench.report.display import Heading
 from ptdbench.run.door import find_micro_batch
 from ptdbench.run.micro_batch import Broken, Finder
@@ -208,14 +209,14 @@ def test_in_a_job_the_ranks_of_a_node_share_what_the_job_has_of_it(tmp_path, roo
     finder = idle(tmp_path, config.of_record(store.load_record(tmp_path)), steps)
     assert finder.given(4)
     assert finder._room(None) == 512 * MIB
-    assert finder._needed(4, {"metrics": {"peak_memory_bytes": 5 * MIB}}) == 10 * MIB
+    assert finder._needed(4, Metrics(peak_memory_bytes=5 * MIB)) == 10 * MIB
 
 
 def test_what_nccl_takes_beside_the_allocator_counts_on_virtual_gpus(tmp_path):
     finder = idle(tmp_path, read(*ANYWHERE, "virtual=h100", "train.micro_batch=max"))
     assert finder.given(4)
-    metrics = {"peak_reserved_bytes": 5 * MIB, "outside_memory_bytes": MIB}
-    assert finder._needed(4, {"metrics": metrics}) == 6 * MIB + NCCL_BUFFERS
+    metrics = Metrics(peak_reserved_bytes=5 * MIB, outside_memory_bytes=MIB)
+    assert finder._needed(4, metrics) == 6 * MIB + NCCL_BUFFERS
 
 
 def test_a_step_that_leaves_no_word_is_no_matter_of_memory(tmp_path):
