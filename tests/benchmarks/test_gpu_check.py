@@ -17,6 +17,7 @@ from benchmarks.gpu_check import __main__ as main
 from benchmarks.gpu_check import parts, session
 from benchmarks.gpu_check.session import Session
 from tests.conftest import ROOT
+from tests.report.made import made
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -53,7 +54,8 @@ def trained(losses: tuple[float, ...] = (5.0, 4.0, 3.0, 2.0, 1.0), mfu: float = 
 
 
 def failed(status: str = "failed", message: str = "no\nmore") -> dict[str, Any]:
-    return {"status": status, "error": {"rank": 0, "type": "RuntimeError", "message": message}}
+    error = {"rank": 0, "type": "RuntimeError", "message": message}
+    return made({"status": status, "error": error}).written
 
 
 def part(name: str) -> Any:
