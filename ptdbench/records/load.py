@@ -156,15 +156,14 @@ def load(path: str | Path) -> Run | Runs:
     path = Path(path)
     if os.path.lexists(path / store.RECORD):
         return Run(store.read_record(path), path)
-    runs = _of_results(path) if path.is_file() else _of_folder(path)
-    if not runs and path.is_dir() and store.is_sweep(path) and not store.holding(path, store.RECORD, store.RESULTS):
+    if runs := _of_results(path) if path.is_file() else _of_folder(path):
+        return runs
+    if path.is_file() or store.holding(path, store.RECORD, store.RESULTS):
+        raise FileNotFoundError(f"{path}: no record there or below can be read")
+    if path.is_dir() and store.is_sweep(path):
         raise FileNotFoundError(store.without_runs(path))
-    if not runs:
-        if path.is_file() or store.holding(path, store.RECORD, store.RESULTS):
-            raise FileNotFoundError(f"{path}: no record there or below can be read")
-        rule = f"no {store.RECORD} and no {store.RESULTS} there or below"
-        raise FileNotFoundError(f"{path}: {rule}; give the directory of a run or of a sweep, or a folder of them")
-    return runs
+    rule = f"no {store.RECORD} and no {store.RESULTS} there or below"
+    raise FileNotFoundError(f"{path}: {rule}; give the directory of a run or of a sweep, or a folder of them")
 
 
 def _of_results(path: Path) -> Runs:

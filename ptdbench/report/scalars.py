@@ -71,7 +71,9 @@ def _curves(
 ) -> tuple[list[Scalar], float]:
     """Return the new points of the steps from ``first`` on, which began at time ``begin``, and the end of the last."""
     seconds = columns["slowest_seconds"]
-    unit, units_per_step = _throughput_unit(record)
+    unit, units_per_step = "samples", record.global_batch or 0
+    if record.tokens_per_sample:
+        unit, units_per_step = "tokens", units_per_step * record.tokens_per_sample
     curves = {
         "step/loss": columns["loss"],
         "step/seconds": seconds,
@@ -188,9 +190,3 @@ def summary(record: RunRecord) -> dict[str, float | None]:
         f"summary/{name}": value if value is not None and math.isfinite(value) and name in shown else None
         for name, value in figures.items()
     }
-
-
-def _throughput_unit(record: RunRecord) -> tuple[str, float]:
-    """Return the unit of throughput, and the number of units per step."""
-    batch, tokens = record.global_batch or 0, record.tokens_per_sample
-    return ("tokens", batch * tokens) if tokens else ("samples", batch)
