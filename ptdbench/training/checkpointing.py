@@ -74,17 +74,17 @@ class Checkpointing:
         Raises:
             ConfigError: The run that ``resume`` names has no checkpoint that this run can resume from.
         """
-        if (found := self._search()) is None:
+        if (newest := self._search()) is None:
             self._recorder.begin()
         else:
-            self._begin_with(*found)
+            self._begin_with(*newest)
 
     def _search(self) -> tuple[Checkpoint, dist.ProcessGroup] | None:
         """Find the checkpoint to resume from; return it with a CPU process group of all ranks."""
         named = self._job.spec.config.general.resume
-        known = [self._job.directory, *([Path(named)] if named else [])]
+        directories = [self._job.directory, *([Path(named)] if named else [])]
         # Use rank 0's view: on a network file system another host may see fewer directories, and not join the search.
-        sources: list[Path] = gather([source for source in known if (source / checkpoint_dir.FOLDER).exists()])[0]
+        sources: list[Path] = gather([source for source in directories if (source / checkpoint_dir.FOLDER).exists()])[0]
         if not (sources or named):
             return None
         group: Any = self._saver.group if self._saver else dist.new_group(timeout=self._patience, backend="gloo")
@@ -138,43 +138,44 @@ class Checkpointing:
             "data": self._identity(),
         }
         is_first = self._loop.replica == 0
-        own = self._loop.engine.own_state() | self._state.own_buffers(first_replica=is_first)
-        tensors = self._state.collect(with_buffers=is_first, own=own)
+        local = self._loop.engine.own_state() | self._state.own_buffers(first_replica=is_first)
+        tensors = self._state.collect(with_buffers=is_first, own=local)
         model = self._job.spec.config.resolved["model"]
         saver.save(self._loop.done, tensors, model, facts, self._state.steady(tensors))
         self._saved = self._loop.done
 
-    def _begin_with(self, found: Checkpoint, group: dist.ProcessGroup) -> None:
-        facts = found.manifest.facts
-        require(self._same_data(found, group))
-        layout, step = self._job.training.layout, found.manifest.step
-        reshaped = run_spec.change_of_shape(found.manifest, layout.dims.world_size, layout.as_dict())
-        self._loop.engine.load_own_state(self._state.restore(found.path, same_layout=reshaped is None, group=group))
+    def _begin_with(self, checkpoint: Checkpoint, group: dist.ProcessGroup) -> None:
+        facts = checkpoint.manifest.facts
+        require(self._same_data(checkpoint, group))
+        layout, step = self._job.training.layout, checkpoint.manifest.step
+        reshaped = run_spec.change_of_shape(checkpoint.manifest, layout.dims.world_size, layout.as_dict())
+        own_state = self._state.restore(checkpoint.path, same_layout=reshaped is None, group=group)
+        self._loop.engine.load_own_state(own_state)
         self._loop.update.load_scaler(facts.get("scaler", {}))
         self._loop.first_step = step
-        source = found.path.parent.parent
+        source = checkpoint.path.parent.parent
         if source == self._job.directory:
             self._saved = step
-        self.resumed = f"after step {step}, from {found.path}"
+        self.resumed = f"after step {step}, from {checkpoint.path}"
         if reshaped:
             if self._state.differed:
                 reshaped += f"; replica 0's buffers for all, as {self._state.differed} for one differed between ranks"
             self.resumed += f", with {reshaped}"
             if self._job.world.is_first:
-                echo(f"{found.path}: continues with {reshaped}", sys.stderr)
+                echo(f"{checkpoint.path}: continues with {reshaped}", sys.stderr)
         self._recorder.begin(step, source, facts)
         self._evaluator.done = convert(facts.get("evaluations", []), list[Evaluation])
         if self._saver and self._saved >= 0:
             self._saver.saved.append(self._saved)
             self._saver.best = best.step if (best := self._evaluator.best) else None
 
-    def _same_data(self, found: Checkpoint, group: dist.ProcessGroup) -> Problem | None:
+    def _same_data(self, checkpoint: Checkpoint, group: dist.ProcessGroup) -> Problem | None:
         """Return a problem if the data changed, as sample numbers would then denote other samples."""
-        data, identity = self._job.spec.config.call("data").name, found.manifest.facts.get("data")
+        data, identity = self._job.spec.config.call("data").name, checkpoint.manifest.facts.get("data")
         if identity is None or identity == gather(self._identity(), group)[0]:
             return None
         rule = f"was trained on other data than data={data} holds now"
-        return Problem("resume", found.path, rule, "restore the data, or start a new run without resume")
+        return Problem("resume", checkpoint.path, rule, "restore the data, or start a new run without resume")
 
     def _identity(self) -> str | None:
         """Return a digest of the data, on rank 0 only: it may require a stat of every file."""

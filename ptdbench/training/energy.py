@@ -219,8 +219,8 @@ class Gpu(Counter):
         """Return the nanoseconds for which clocks were held back so far, by each cause that the driver counts."""
         if not self._nvml:
             return {}
-        told = {words: self._ask("nvmlDeviceGetViolationStatus", policy) for policy, words in _POLICIES.items()}
-        return {words: status.violationTime for words, status in told.items() if status is not None}
+        statuses = {words: self._ask("nvmlDeviceGetViolationStatus", policy) for policy, words in _POLICIES.items()}
+        return {words: status.violationTime for words, status in statuses.items() if status is not None}
 
     def _ask(self, question: str, *arguments: Any) -> Any:
         return gpu_state.ask(self._nvml, question, self._handle, *arguments)
@@ -232,19 +232,19 @@ def energy(source: str, counted: Sequence[Counted], samples_per_step: int, token
     ``counted`` is not empty; ``samples_per_step`` is the total over all ranks, and ``tokens_per_sample`` is ``None`` if
     samples are not token sequences.
     """
-    devices = list({one.device: one for one in counted}.values())
-    reasons = {one.device: one.reason for one in devices if one.reason}
+    totals = list({total.device: total for total in counted}.values())
+    reasons = {total.device: total.reason for total in totals if total.reason}
     if reasons:
         device, reason = next(iter(reasons.items()))
-        everywhere = len(reasons) == len(devices) and len(set(reasons.values())) == 1
+        everywhere = len(reasons) == len(totals) and len(set(reasons.values())) == 1
         return Energy(reason=reason if everywhere else f"{device}: {reason}")
-    per_step = sum(one.joules / one.steps for one in devices)
+    per_step = sum(total.joules / total.steps for total in totals)
     per_sample = per_step / samples_per_step
     return Energy(
         source=source,
-        steps=min(one.steps for one in devices),
-        seconds=min(one.seconds for one in devices),
-        watts=sum(one.joules / one.seconds for one in devices),
+        steps=min(total.steps for total in totals),
+        seconds=min(total.seconds for total in totals),
+        watts=sum(total.joules / total.seconds for total in totals),
         joules_per_step=per_step,
         joules_per_sample=per_sample,
         joules_per_token=None if tokens_per_sample is None else per_sample / tokens_per_sample,

@@ -43,7 +43,7 @@ class Evaluator:
     @property
     def best(self) -> Evaluation | None:
         """The best evaluation so far; of equal ones the earliest."""
-        return reduce(lambda best, one: one if one.better_than(best) else best, self.done) if self.done else None
+        return reduce(lambda best, other: other if other.better_than(best) else best, self.done) if self.done else None
 
     def due(self, at_end: bool = False) -> bool:
         """Return whether an evaluation is due: every ``eval.every`` steps and after the last step."""
@@ -58,11 +58,11 @@ class Evaluator:
         ``stopped`` is called after each batch with their number; it returns why to stop, the same on all ranks.
         """
         with self._job.watchdog.paused(), self._job.display.during("evaluating"):
-            found = self._evaluate(stopped)
-        if found is None:
+            evaluation = self._evaluate(stopped)
+        if evaluation is None:
             return False
-        self.done.append(found)
-        self._job.display.remark = str(found)
+        self.done.append(evaluation)
+        self._job.display.remark = str(evaluation)
         return True
 
     def _evaluate(self, stopped: Callable[[int], str | None]) -> Evaluation | None:
@@ -107,9 +107,9 @@ class Evaluator:
             idle = block >= blocks
             start = (first if idle else block) * size
             batch = read(held_out, start, min(start + size, len(held_out)), self._example)
-            found = self._evaluate_block(*self._loop.feed.to_device(batch))
-            if found is not None and not idle:
-                sums[block] = found
+            of_block = self._evaluate_block(*self._loop.feed.to_device(batch))
+            if of_block is not None and not idle:
+                sums[block] = of_block
             if stopped(batches):
                 return None
         return total(sums.cpu())  # exact: a block is zero on all ranks but one
@@ -126,8 +126,8 @@ class Evaluator:
             return None
         hits = torch.full((2,), math.nan, dtype=torch.float64, device=loss.device)
         if outputs is not None and outputs.dim() == 2 and outputs.size(1) > 1:
-            found = outputs.topk(min(5, outputs.size(1))).indices == targets.unsqueeze(1)
-            hits = torch.stack([found[:, 0].sum(), found.sum()]).double()
+            is_hit = outputs.topk(min(5, outputs.size(1))).indices == targets.unsqueeze(1)
+            hits = torch.stack([is_hit[:, 0].sum(), is_hit.sum()]).double()
         return torch.cat([loss.double().reshape(1) * targets.numel(), hits])
 
 

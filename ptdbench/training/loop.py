@@ -33,7 +33,7 @@ class Update:
         engine: Engine,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
-        asked: Train,
+        options: Train,
         device: torch.device,
         scale: bool = False,
     ) -> None:
@@ -45,12 +45,12 @@ class Update:
         self.before_change: Callable[[], None] = lambda: None  #: Called before weights or optimizer state change.
         self._engine = engine
         self._schedule = schedule
-        self._asked = asked
+        self._options = options
         self._rates = [group["lr"] for group in optimizer.param_groups]
         # Scale on the device of the weights: offloading keeps them on the host, which would not wait for async copies.
         held = next((weight.device for group in optimizer.param_groups for weight in group["params"]), device)
         self._scaler = AgreedGradScaler(held.type, enabled=scale)
-        self._average = WeightAverage(optimizer, asked.ema, engine.share_weights) if asked.ema else None
+        self._average = WeightAverage(optimizer, options.ema, engine.share_weights) if options.ema else None
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply a loss by the loss scale, for the backward pass."""
@@ -59,12 +59,12 @@ class Update:
     def __call__(self, step: int) -> None:
         """Apply and clear the gradients of step ``step``, counted over the whole run."""
         # The profiling pass continues training after the end of the schedule.
-        factor = self._schedule.factor(min(step, self._asked.steps - 1), self._asked.steps)
+        factor = self._schedule.factor(min(step, self._options.steps - 1), self._options.steps)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         self.learning_rates.append(self.optimizer.defaults.get("lr", self._rates[0]) * factor)
-        if self._asked.clip_norm:
-            self._clip(self._asked.clip_norm)
+        if self._options.clip_norm:
+            self._clip(self._options.clip_norm)
         self.before_change()
         self._scaler.step(self.optimizer)
         self._scaler.update()

@@ -173,7 +173,7 @@ def _seconds_of_starts(
 
     And those of the timed steps of earlier starts with the same layout, as far as they are known.
     """
-    of_starts = [known[np.isfinite(known)].tolist() for known in (_of(start, seconds) for start in segments)]
+    of_starts = [of_start[np.isfinite(of_start)].tolist() for of_start in (_of(start, seconds) for start in segments)]
     layouts = (json.dumps(to_builtins(start.layout), sort_keys=True) for start in segments)
     groups = grouped((layout, place) for place, layout in enumerate(layouts))
     for alike in groups.values():

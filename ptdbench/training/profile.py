@@ -84,20 +84,20 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected
             of_ranks: list[Partition] = gather(partition(read, ready))
     if not job.world.is_first:
         return None
-    found = scaled(of_ranks, timed)
-    for operation, sent in (found.communication or {}).items():
+    breakdown = scaled(of_ranks, timed)
+    for operation, sent in (breakdown.communication or {}).items():
         size = expected.volume.get(operation)
         if isinstance(size, tuple):
             sent.formula_range = [*size]
         else:
             sent.formula_bytes = size
         sent.fit_seconds = _fit_seconds(job, operation, sent.calls, sent.bytes)
-    found.stages = traces.stages(job)
-    found.bubble_formula = _bubble(job)
-    found.stage_parts = expected.parts
-    found.stage_links = loop.engine.links
-    found.pass_seconds = time.perf_counter() - started
-    return found
+    breakdown.stages = traces.stages(job)
+    breakdown.bubble_formula = _bubble(job)
+    breakdown.stage_parts = expected.parts
+    breakdown.stage_links = loop.engine.links
+    breakdown.pass_seconds = time.perf_counter() - started
+    return breakdown
 
 
 def reason_of_any(result: object) -> str | None:
@@ -105,9 +105,9 @@ def reason_of_any(result: object) -> str | None:
     return next(filter(None, gather(result if isinstance(result, str) else None)), None)
 
 
-def _count(asked: int, timed: float | None) -> int:
+def _count(steps: int, timed: float | None) -> int:
     """Return the number of steps to profile: as many as requested, if they take at most ``MOST_SECONDS``."""
-    return max(1, int(min(asked, MOST_SECONDS / timed if timed else math.inf)))
+    return max(1, int(min(steps, MOST_SECONDS / timed if timed else math.inf)))
 
 
 def run(
@@ -145,12 +145,12 @@ def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
     """Write the trace to ``path`` and read it; return why if that fails: a full disk costs the phases, not the run."""
     try:
         taken.export_chrome_trace(str(path))
-        found = trace.read(path, device_type)
+        events_of_rank = trace.read(path, device_type)
         if device_type != "cpu" and any(
-            call.operation in events.POINT_TO_POINT and call.peer is None for call in found.calls
+            call.operation in events.POINT_TO_POINT and call.peer is None for call in events_of_rank.calls
         ):
             return "NCCL's trace does not say between which stages a message went: waiting would count as communication"
-        return found
+        return events_of_rank
     except (OSError, RuntimeError, ValueError) as error:
         return f"the trace cannot be written and read: {lack_of_space(error, path.parent) or error}"
 
@@ -206,29 +206,29 @@ def _mean(traffic: Sequence[tuple[Traffic, float]], steps: int, ranks: int) -> C
     )
 
 
-def _without_profiler(one: Partition, step_seconds: float) -> Partition:
+def _without_profiler(of_rank: Partition, step_seconds: float) -> Partition:
     """Remove the profiler's overhead from the host time of a partition: it slows down the host, but no kernels."""
-    host = min(one.seconds["host"], max(0.0, one.duration - one.steps * step_seconds))
-    left = {**one.seconds, "host": one.seconds["host"] - host}
-    return replace(one, duration=one.duration - host, seconds=left)
+    host = min(of_rank.seconds["host"], max(0.0, of_rank.duration - of_rank.steps * step_seconds))
+    left = {**of_rank.seconds, "host": of_rank.seconds["host"] - host}
+    return replace(of_rank, duration=of_rank.duration - host, seconds=left)
 
 
 def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float | None:
     """Return an operation's seconds by the fit of ``workload=collectives``, if its calls involve all ranks."""
-    dims, how = job.training.layout.dims, job.training.strategy
+    dims, strategy = job.training.layout.dims, job.training.strategy
     if max(getattr(dims, name) for name in dims.order()) < dims.world_size:
         return None
     precision = {"tf32": "fp32"}.get(name := job.spec.config.general.precision, name)  # cut products are not in fp8
-    dtype = precision if dims.tensor > 1 else how.sent  # tensor parallelism sums activations
+    dtype = precision if dims.tensor > 1 else strategy.sent  # tensor parallelism sums activations
     return bandwidth.fitted_seconds(bandwidth.fits_key(job.spec.backend, job.peers), operation, dtype, calls, size)
 
 
 def _bubble(job: Job) -> float | None:
     """Return the bubble by the schedule's formula; ``None`` without a pipeline."""
-    layout, how = job.training.layout, job.training.strategy
+    layout, strategy = job.training.layout, job.training.strategy
     if layout.dims.pipeline == 1:
         return None
-    return how.pipeline_schedule.bubble(layout.dims.pipeline, how.stages_on_rank, layout.microbatches)
+    return strategy.pipeline_schedule.bubble(layout.dims.pipeline, strategy.stages_on_rank, layout.microbatches)
 
 
 #: Above the level of errors, which include the absence of a GPU.

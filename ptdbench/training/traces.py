@@ -81,13 +81,13 @@ def keep(job: Job, folder: str, write: Callable[[Path], None], ahead: float, nam
     ``folder`` is for the compressed traces of single ranks, which ``write`` writes, and ``name`` is the merged file.
     This rank's clock is ``ahead`` seconds ahead of rank 0's.
     """
-    told: list[tuple[float, str | None]] = gather((ahead, _written(_of_rank(job, folder, job.world.rank), write)))
+    written: list[tuple[float, str | None]] = gather((ahead, _written(_of_rank(job, folder, job.world.rank), write)))
     if not job.world.is_first:
         return
-    error = next((one for _, one in told if one), None)
+    error = next((failure for _, failure in written if failure), None)
     if not error:
         of_ranks = [_of_rank(job, folder, rank) for rank in range(job.world.size)]
-        merge = partial(perfetto.merge, of_ranks, _names(job), [offset for offset, _ in told])
+        merge = partial(perfetto.merge, of_ranks, _names(job), [offset for offset, _ in written])
         error = _written(job.directory / name, merge)
     if error:
         echo(f"warning: not all traces could be written: {error}", sys.stderr)
@@ -114,9 +114,8 @@ def _names(job: Job) -> list[str]:
     names = [f"rank {peer.rank}, {peer.device}" for peer in job.peers]
     if (held := stages(job)) is None:
         return names
-    return [
-        f"{name}, stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}" for name, own in zip(names, held, strict=True)
-    ]
+    stages_text = (f"stage{'s' * (len(of_rank) > 1)} {', '.join(map(str, of_rank))}" for of_rank in held)
+    return [f"{name}, {text}" for name, text in zip(names, stages_text, strict=True)]
 
 
 def stages(job: Job) -> list[list[int]] | None:

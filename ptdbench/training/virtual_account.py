@@ -36,11 +36,11 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> Virtual | N
     of_ranks: list[Virtual] = gather(_of_rank(job, loop))
     if not job.world.is_first:
         return None
-    found = merged([of_ranks[rank] for rank in present(job)])
-    for operation, sent in (found.messages or {}).items():
+    of_all = merged([of_ranks[rank] for rank in present(job)])
+    for operation, sent in (of_all.messages or {}).items():
         size = volume.get(operation)
         sent.formula_bytes = None if isinstance(size, tuple) else size
-    return found
+    return of_all
 
 
 def merged(accounts: Sequence[Virtual], stands_for: Mapping[int, int] | None = None) -> Virtual:
@@ -72,8 +72,8 @@ def _kernels(account: Virtual, kind: str) -> list[int]:
 
 
 def _joined(lists: Iterable[list[T] | None]) -> list[T] | None:
-    known = [numbers for numbers in lists if numbers is not None]
-    return [*chain(*known)] if known else None
+    given = [numbers for numbers in lists if numbers is not None]
+    return [*chain(*given)] if given else None
 
 
 def _mean(operation: str, accounts: Sequence[Virtual], counts: Sequence[int]) -> Messages:

@@ -141,7 +141,7 @@ class _Training:
         replicas.require_equal(weights, ranks and ranks.get_local_rank())
 
     def _outcome(self, stopped: str | None) -> Outcome:
-        job, done, asked = self._job, self.loop.done, self._job.spec.config.train
+        job, done, options = self._job, self.loop.done, self._job.spec.config.train
         self._remark(stopped)
         self._recorder.finish()
         outcome = Outcome(
@@ -158,7 +158,7 @@ class _Training:
             outcome.error = FloatingPointError(f"the loss of step {wrong + 1} is NaN or infinite")
         outcome.experts = metrics.experts(job, self.loop)
         if stopped:
-            outcome.stopped = f"{stopped} after step {done} of {asked.steps}"
+            outcome.stopped = f"{stopped} after step {done} of {options.steps}"
         else:
             metrics.recheck_ceiling(job, outcome)
         outcome.hardware = self._meter.finish()
@@ -166,10 +166,10 @@ class _Training:
 
     def _remark(self, stopped: str | None) -> None:
         """Say why there are fewer steps than requested, and what happened to checkpoints."""
-        job, asked, remarks = self._job, self._job.spec.config.train, self._remarks
-        if self.loop.done < asked.steps and not stopped:
-            limit = f"train.max_minutes={asked.max_minutes}"
-            remarks.cut_short = f"{self.loop.done} of {asked.steps} steps: more would exceed {limit}"
+        job, options, remarks = self._job, self._job.spec.config.train, self._remarks
+        if self.loop.done < options.steps and not stopped:
+            limit = f"train.max_minutes={options.max_minutes}"
+            remarks.cut_short = f"{self.loop.done} of {options.steps} steps: more would exceed {limit}"
             if not isinstance(job.training.schedule, Constant):
                 remarks.cut_short += "; the learning rate schedule spans all of them"
         remarks.resumed = self._checkpointing.resumed
