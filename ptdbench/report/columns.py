@@ -179,14 +179,19 @@ _EXPLAINED = 5
 
 
 @dataclass(frozen=True)
-class Block:
+class Section:
     """Comparable alternatives: of one model and global batch."""
 
     rows: list[Row]  #: In the order of their ranking; at least one.
     unit: str  #: The unit of their throughput, see :func:`unit`.
     remarks: list[str]  #: Sentences on the order, failures and measurements.
     why: list[str]  #: Sentences on why the next runs are slower than the fastest one.
-    is_only: bool = True  #: Whether no other block has the same model.
+    is_only: bool = True  #: Whether no other section has the same model.
+
+    @property
+    def model(self) -> str | None:
+        """Their model."""
+        return self.rows[0].run.model
 
     def title(self, moved: Iterable[str] = ()) -> str:
         """Return the title: what all runs have in common, and columns ``moved`` there."""
@@ -203,11 +208,11 @@ class Block:
         return [replace(one, heading=one.heading.format(unit=self.unit)) for one in known]
 
 
-def blocks(found: Iterable[Alternative]) -> list[Block]:
-    """Return a block for each group of comparable alternatives, in the order of their first runs; all must train."""
-    made = [_block(one) for one in ranking.of_models(found)]
-    counts = Counter(one.rows[0].run.model for one in made)
-    return [replace(one, is_only=counts[one.rows[0].run.model] == 1) for one in made]
+def sections(alternatives: Iterable[Alternative]) -> list[Section]:
+    """Return a section for each group of comparable alternatives, in the order of their first runs; all must train."""
+    made = [*map(_section, ranking.of_models(alternatives))]
+    counts = Counter(section.model for section in made)
+    return [replace(section, is_only=counts[section.model] == 1) for section in made]
 
 
 def unit(records: Iterable[RunRecord]) -> str:
@@ -215,12 +220,12 @@ def unit(records: Iterable[RunRecord]) -> str:
     return "tokens" if any(record.metrics.tokens_per_second for record in records) else "samples"
 
 
-def _block(ranked: Ranking) -> Block:
+def _section(ranked: Ranking) -> Section:
     typical = [place.alternative.median_run for place in ranked.places]
     named = names(typical)
     rows = list(map(Row, ranked.places, named))
     counted = unit(run for row in rows for run in row.runs)
-    return Block(rows, counted, remarks.of_rows(ranked, named), _why(rows))
+    return Section(rows, counted, remarks.of_rows(ranked, named), _why(rows))
 
 
 def _why(rows: Sequence[Row]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import columns, table
-from ptdbench.report.columns import Block, Column, Row
+from ptdbench.report.columns import Column, Row, Section
 from ptdbench.report.labels import Environments, as_text
 from ptdbench.terminal import plain
 
@@ -18,9 +18,9 @@ _WIDTH = 110
 
 def markdown(title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
     """Return the report of runs whose ``directory`` fields give their current location."""
-    blocks = columns.blocks(of_sweeps([run for run in runs if run.model]))
+    sections = columns.sections(of_sweeps([run for run in runs if run.model]))
     parts = [f"# {_escaped(title)}", _escaped(subtitle)]
-    parts += [part for one in blocks for part in _of_model(one)]
+    parts += [part for one in sections for part in _of_model(one)]
     parts += [part for run in runs if not run.model for part in _of_workload(run)]
     environments = Environments(runs)
     for heading, values in zip(environments.titles(), environments.found, strict=True):
@@ -29,12 +29,12 @@ def markdown(title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
     return plain("\n\n".join(parts)) + "\n"
 
 
-def _of_model(block: Block) -> Iterator[str]:
-    yield f"## {_escaped(block.title())}"
-    yield _table(block.columns(), block.rows)
-    if lines := [*block.remarks, *block.why]:
+def _of_model(section: Section) -> Iterator[str]:
+    yield f"## {_escaped(section.title())}"
+    yield _table(section.columns(), section.rows)
+    if lines := [*section.remarks, *section.why]:
         yield "\n".join(f"- {_escaped(line)}" for line in lines)
-    typed = [(row.name, row.run.rerun_command() or "what was typed is not on record") for row in block.rows]
+    typed = [(row.name, row.run.rerun_command() or "what was typed is not on record") for row in section.rows]
     yield _folded("commands", [f"# {name}\n{command}" for name, command in typed])
 
 

@@ -25,7 +25,7 @@ from ptdbench.profiling import perfetto
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report import columns, recorded_phases, text, virtual
-from ptdbench.report.columns import Block, Row
+from ptdbench.report.columns import Row, Section
 from ptdbench.report.labels import names
 from ptdbench.report.remarks import reason
 from ptdbench.report.text import MISSING, Column, wrap
@@ -44,7 +44,7 @@ def render(records: Sequence[RunRecord], width: int = 100, typed: Collection[str
     words wrap; a figure is never truncated. ``typed`` is as for :func:`of_workload`.
     """
     found = alternatives.group(record for record in records if record.model)
-    shown = [_of_model(one, width) for one in columns.blocks(found)]
+    shown = [_of_model(one, width) for one in columns.sections(found)]
     shown += [of_workload(record, width, typed) for record in records if not record.model]
     return "\n\n".join(shown)
 
@@ -124,9 +124,9 @@ def _as_it_is(found: object) -> str:
     return "\n".join([*shown, *([f"… and {left_out:,} lines more in {RECORD}"] if left_out else [])])
 
 
-def _of_model(block: Block, width: int) -> str:
+def _of_model(section: Section, width: int) -> str:
     """Return title, table and remarks for the runs of column model; columns equal in all rows are omitted first."""
-    rows, possible = block.rows, block.columns()
+    rows, possible = section.rows, section.columns()
     repeats = any(len(row.runs) > 1 for row in rows)
     alike = {
         column.heading: column.in_title(column.cell(rows[0]))
@@ -137,8 +137,8 @@ def _of_model(block: Block, width: int) -> str:
     lines, gone = text.table(shown, rows, width)
     by_place = sorted(shown, key=lambda column: column.drop_order or 0)
     spared = [column.heading for column in by_place if column.heading in gone and column.heading not in alike]
-    remarks = [*text.left_out(spared, width), *block.remarks, *block.why]
-    title = block.title(alike[heading] for heading in gone if heading in alike)
+    remarks = [*text.left_out(spared, width), *section.remarks, *section.why]
+    title = section.title(alike[heading] for heading in gone if heading in alike)
     return "\n".join([title, *lines, *(wrap(line, width) for line in remarks)])
 
 

@@ -9,29 +9,13 @@ from operator import attrgetter
 
 from ptdbench.grouping import grouped
 from ptdbench.launch.world import Peer
-from ptdbench.measure.results import (
-    P2P,
-    BothWays,
-    Ceiling,
-    Check,
-    CollectiveFit,
-    CollectiveResult,
-    Collectives,
-    Copy,
-    Cut,
-    Hello,
-    Matmul,
-    Overlap,
-    Pair,
-    Product,
-    RankProducts,
-)
+from ptdbench.measure import results
 from ptdbench.report.text import MISSING, drawn, figure_text, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import size_text, three_digits, time_text
 
 
-def hello_table(hello: Hello, width: int) -> str:
+def hello_table(hello: results.Hello, width: int) -> str:
     """Return the ranks of one run as plain text."""
     nodes = len({rank.node for rank in hello.ranks})
     title = (
@@ -70,7 +54,7 @@ def _settings(ranks: Sequence[Peer]) -> Iterator[str]:
 _FIGURES = ("mean", "median", "maximum", "slowest rank", "repeated")
 
 
-def matmul_tables(matmul: Matmul, width: int) -> str:
+def matmul_tables(matmul: results.Matmul, width: int) -> str:
     """Render the simultaneous measurements of all ranks, as plain text."""
     ranks = matmul.ranks
     names = ", ".join(dict.fromkeys(rank.device for rank in ranks))
@@ -84,7 +68,7 @@ def matmul_tables(matmul: Matmul, width: int) -> str:
     return "\n".join([*blocks, *_ceilings(matmul.ceilings), *filter(None, [matmul.kept])])
 
 
-def _products(ranks: Sequence[RankProducts], ceilings: Sequence[Ceiling], width: int) -> str:
+def _products(ranks: Sequence[results.RankProducts], ceilings: Sequence[results.Ceiling], width: int) -> str:
     best = {(ceiling.dtype, ceiling.shape) for ceiling in ceilings}
     rows = []
     for of_ranks in zip(*(rank.products for rank in ranks), strict=True):
@@ -93,7 +77,7 @@ def _products(ranks: Sequence[RankProducts], ceilings: Sequence[Ceiling], width:
     return drawn(["dtype", "shape", *_FIGURES], rows, width, words=["dtype", "shape"])
 
 
-def _copies(ranks: Sequence[RankProducts], width: int) -> str:
+def _copies(ranks: Sequence[results.RankProducts], width: int) -> str:
     rows = [
         [of_ranks[0].kind, f"{of_ranks[0].bytes / 2**20:,.0f} MiB", *_cells(of_ranks, 1e9)]
         for of_ranks in zip(*(rank.copies for rank in ranks), strict=True)
@@ -101,7 +85,7 @@ def _copies(ranks: Sequence[RankProducts], width: int) -> str:
     return drawn(["copy", "size", *_FIGURES], rows, width, words=["copy", "size"])
 
 
-def _cells(of_ranks: Sequence[Product] | Sequence[Copy], unit: float) -> list[str]:
+def _cells(of_ranks: Sequence[results.Product] | Sequence[results.Copy], unit: float) -> list[str]:
     """Return medians over ranks of each rank's mean, median and maximum, and the rank with the lowest median."""
     over_ranks = [statistics.median(map(attrgetter(name), of_ranks)) for name in ("mean", "median", "maximum")]
     slowest = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank].median)
@@ -112,7 +96,7 @@ def _cells(of_ranks: Sequence[Product] | Sequence[Copy], unit: float) -> list[st
     ]
 
 
-def _ceilings(ceilings: Sequence[Ceiling]) -> Iterator[str]:
+def _ceilings(ceilings: Sequence[results.Ceiling]) -> Iterator[str]:
     for ceiling in ceilings:
         share = ceiling.share_of_peak
         of_peak = f"no share of a peak: {ceiling.peak_reason}" if share is None else f"{share:.1%} of the peak"
@@ -130,7 +114,7 @@ _MATRIX = 8
 _SLOWEST = 10
 
 
-def p2p_tables(p2p: P2P, width: int) -> str:
+def p2p_tables(p2p: results.P2P, width: int) -> str:
     """Render latency and bandwidth by pair, both directions at once, and overlap with compute."""
     pairs = p2p.pairs
     ranks = 1 + max(max(pair.source, pair.target) for pair in pairs)
@@ -148,7 +132,7 @@ def p2p_tables(p2p: P2P, width: int) -> str:
     return "\n\n".join([*blocks, *_cut(p2p.cut, width)])
 
 
-def collectives_tables(collectives: Collectives, width: int) -> str:
+def collectives_tables(collectives: results.Collectives, width: int) -> str:
     """Render times and bandwidths by size, the fits, and what the bandwidths mean."""
     groups = collectives.groups
     title = f"{plural(len(groups), 'group')} of {plural(len(groups[0]), 'rank')}"
@@ -168,7 +152,7 @@ def _rate(bytes_per_second: float | None) -> str:
     return figure_text(bytes_per_second, lambda rate: three_digits(rate / 1e9))
 
 
-def _matrix(title: str, pairs: Iterable[Pair], name: str, scale: float, ranks: int, width: int) -> str:
+def _matrix(title: str, pairs: Iterable[results.Pair], name: str, scale: float, ranks: int, width: int) -> str:
     known = [pair for pair in pairs if getattr(pair, name) is not None]
     figures = {(pair.source, pair.target): scale * getattr(pair, name) for pair in known}
     rows = [
@@ -178,7 +162,7 @@ def _matrix(title: str, pairs: Iterable[Pair], name: str, scale: float, ranks: i
     return f"{title}\n{drawn(['rank', *map(str, range(ranks))], rows, width, words=['rank'])}"
 
 
-def _slowest(title: str, pairs: Iterable[Pair], width: int) -> str:
+def _slowest(title: str, pairs: Iterable[results.Pair], width: int) -> str:
     measured = sorted((pair for pair in pairs if pair.bandwidth), key=attrgetter("bandwidth"))
     rows = [
         [str(pair.source), str(pair.target), three_digits(1e6 * (pair.latency or 0.0)), _rate(pair.bandwidth)]
@@ -187,7 +171,7 @@ def _slowest(title: str, pairs: Iterable[Pair], width: int) -> str:
     return f"{title}\n{drawn(['from', 'to', 'latency µs', 'GB/s'], rows, width)}"
 
 
-def _exchanges(both: Sequence[BothWays], width: int) -> str:
+def _exchanges(both: Sequence[results.BothWays], width: int) -> str:
     """Return a table with the largest size of each pair; for many pairs, of the slowest ones."""
     last = [(_pair(pair.ranks), pair.sizes[-1]) for pair in both if pair.sizes]
     rows = []
@@ -199,7 +183,7 @@ def _exchanges(both: Sequence[BothWays], width: int) -> str:
     return f"both directions at once{of_many}\n{shown}"
 
 
-def _overlap(overlap: Sequence[Overlap], width: int) -> str:
+def _overlap(overlap: Sequence[results.Overlap], width: int) -> str:
     headings = ["ranks", "size", "exchange", "computation", "together", "hidden"]
     rows = []
     for row in sorted(overlap, key=attrgetter("hidden"))[: 2 * _SLOWEST]:
@@ -213,12 +197,12 @@ def _pair(ranks: Sequence[int]) -> str:
     return f"{ranks[0]} and {ranks[1]}"
 
 
-def _sizes(results: Sequence[CollectiveResult], width: int) -> str:
+def _sizes(measured: Sequence[results.CollectiveResult], width: int) -> str:
     """Return a table with a row for each operation and size; if too many, for every n-th size and the last."""
-    every = max(1, -(-len(results) // _ROWS))
+    every = max(1, -(-len(measured) // _ROWS))
     headings = ["operation", "size", "time", "p5", "p95", "algbw GB/s", "busbw GB/s"]
     shown = []
-    for name, rows in groupby(results, key=name_of_series):
+    for name, rows in groupby(measured, key=name_of_series):
         of_series = list(rows)
         for number, row in enumerate(of_series):
             if number % every and row is not of_series[-1]:
@@ -226,11 +210,11 @@ def _sizes(results: Sequence[CollectiveResult], width: int) -> str:
             times = (time_text(seconds or 0.0) for seconds in (row.seconds.median, row.seconds.p5, row.seconds.p95))
             size = size_text(row.bytes) if row.bytes else MISSING
             shown.append(["" if number else name, size, *times, _rate(row.algbw), _rate(row.busbw)])
-    thinned = f"\n{len(results)} figures, not all of them shown: the record has the rest" if every > 1 else ""
+    thinned = f"\n{len(measured)} figures, not all of them shown: the record has the rest" if every > 1 else ""
     return f"{drawn(headings, shown, width, words=['operation'])}{thinned}"
 
 
-def _fits(fits: Sequence[CollectiveFit], width: int) -> str:
+def _fits(fits: Sequence[results.CollectiveFit], width: int) -> str:
     headings = ["operation", "alpha µs", "±", "1/beta GB/s", "R2", "worst", "sizes"]
     rows = []
     for fit in fits:
@@ -241,7 +225,7 @@ def _fits(fits: Sequence[CollectiveFit], width: int) -> str:
     return f"fitted: time = alpha + beta * bytes; worst: how far the line was off at one size\n{shown}"
 
 
-def _definitions(collectives: Collectives, width: int) -> Iterator[str]:
+def _definitions(collectives: results.Collectives, width: int) -> Iterator[str]:
     """Yield how the bandwidths are computed, grouping operations with the same formula."""
     definitions = collectives.definitions
     shown = dict.fromkeys(result.op for result in collectives.results if result.algbw is not None)
@@ -252,7 +236,7 @@ def _definitions(collectives: Collectives, width: int) -> Iterator[str]:
         yield wrap(f"busbw = {formula}: {', '.join(ops)}", width)
 
 
-def _cut(cut: Sequence[Cut], width: int) -> Iterator[str]:
+def _cut(cut: Sequence[results.Cut], width: int) -> Iterator[str]:
     for series in cut:
         if series.source is not None:
             what = f"rank {series.source} to rank {series.target}"
@@ -261,18 +245,18 @@ def _cut(cut: Sequence[Cut], width: int) -> Iterator[str]:
         yield wrap(f"{what}: not from {size_text(series.from_bytes or 0)} on: {series.reason}", width)
 
 
-def name_of_series(series: CollectiveResult | CollectiveFit | Cut) -> str:
+def name_of_series(series: results.CollectiveResult | results.CollectiveFit | results.Cut) -> str:
     """Name a series of collectives: ``all_reduce fp32 sum async``."""
     return " ".join(filter(None, (series.op, series.dtype, series.reduction, series.mode)))
 
 
-def check_verdict(check: Check, width: int) -> str:
+def check_verdict(check: results.Check, width: int) -> str:
     """Render the ranks, the measurements, and last the verdict, as plain text."""
     tables = [hello_table(check.hello, width), matmul_tables(check.matmul, width)]
     return "\n\n".join(filter(None, [*tables, "\n".join(_figures(check)), "\n".join(_verdict(check, width))]))
 
 
-def _figures(check: Check) -> Iterator[str]:
+def _figures(check: results.Check) -> Iterator[str]:
     """Yield links and collectives in a line each; their workloads show more."""
     pairs = [pair for pair in (check.p2p.pairs if check.p2p else []) if pair.bandwidth]
     if pairs:
@@ -288,7 +272,7 @@ def _figures(check: Check) -> Iterator[str]:
         yield f"{result.op:<13} {size_text(result.bytes)}: {microseconds:,.0f} µs, its result checked"
 
 
-def _verdict(check: Check, width: int) -> Iterator[str]:
+def _verdict(check: results.Check, width: int) -> Iterator[str]:
     """Yield versions, notes, the verdict, and the findings."""
     attempts = max(check.attempts.values())
     again = f"; what looked slow was measured {attempts} times, and the best counts" if attempts > 1 else ""

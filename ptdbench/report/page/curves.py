@@ -140,8 +140,8 @@ _LINKS = 12
 _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 
-class Line(Struct):
-    """A line of a figure."""
+class Trace(Struct):
+    """A line of a figure, or points."""
 
     name: str
     x: list[float]
@@ -155,8 +155,8 @@ class Figure(Struct):
     title: str
     x: str  #: The title of this axis.
     y: str  #: The title of the other axis.
-    lines: list[Line]
-    bounds: list[Line]  #: Bounds that the lines are below.
+    lines: list[Trace]
+    bounds: list[Trace]  #: Bounds that the lines are below.
 
 
 def workload_curves(record: RunRecord) -> list[Figure]:
@@ -189,7 +189,7 @@ def _p2p(written: object) -> list[Figure]:
 
 
 def _by_size(title: str, y: str, points: Mapping[str, Sequence[tuple[float, float]]]) -> list[Figure]:
-    lines = [Line(name, [x for x, _ in line], [y / 1e9 for _, y in line]) for name, line in points.items()]
+    lines = [Trace(name, [x for x, _ in line], [y / 1e9 for _, y in line]) for name, line in points.items()]
     return [Figure(title, "bytes", f"{y} (GB/s)", lines, [])] if lines else []
 
 
@@ -208,18 +208,18 @@ def _matmul(written: object) -> list[Figure]:
     lines, bounds = [], []
     for dtype, of_dtype in points.items():
         x, y, shapes = map(list, zip(*sorted(of_dtype), strict=True))
-        lines.append(Line(dtype, x, [rate / 1e9 for rate in y], shapes))
+        lines.append(Trace(dtype, x, [rate / 1e9 for rate in y], shapes))
         if copies:
             bounds.append(_roof(f"{dtype} roof", x, max(y), median(copies)))
     axes = ("FLOP per byte of memory traffic", "GFLOP/s of a rank")
     return [Figure("Matrix products: roofline", *axes, lines, bounds)] if lines else []
 
 
-def _roof(name: str, intensities: Sequence[float], fastest: float, bandwidth: float) -> Line:
+def _roof(name: str, intensities: Sequence[float], fastest: float, bandwidth: float) -> Trace:
     """Return the roof: memory bandwidth times intensity, up to the fastest product of the dtype."""
     ridge = fastest / bandwidth
     x = sorted({min(*intensities, ridge / 4), ridge, max(*intensities, ridge)})
-    return Line(name, x, [min(bandwidth * one, fastest) / 1e9 for one in x])
+    return Trace(name, x, [min(bandwidth * one, fastest) / 1e9 for one in x])
 
 
 def _intensity(shape: str, dtype: str) -> float:

@@ -6,7 +6,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from itertools import accumulate
+from itertools import count
 from string import Template
 
 from ptdbench.comparison.alternatives import of_sweeps
@@ -16,7 +16,7 @@ from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.effects import options_affecting
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import breakdown, columns, recorded_phases, table, virtual
-from ptdbench.report.columns import Block, Row
+from ptdbench.report.columns import Row, Section
 from ptdbench.report.labels import Environments, by_option, titles, varying
 from ptdbench.report.page import curves
 from ptdbench.report.remarks import reason
@@ -31,23 +31,23 @@ def content(runs: Sequence[RunRecord]) -> dict[str, object]:
     """Return the data of a report of runs whose ``directory`` fields give their current location.
 
     Returns:
-        ``models``: name, title, ``rows``, remarks and curves of each block; ``columns`` of rows; ``options``: varying
+        ``models``: name, title, ``rows``, remarks and curves of each section; ``columns`` of rows; ``options``: varying
         ones by name, with a value for each row, as typed; ``told``: options that columns show; ``common``: options
         that all rows share; ``others``: results of other workloads; ``environments``: those of the runs, by the numbers
         in ``rows``. Rates are in tokens or samples per second, times in seconds, sizes in bytes.
     """
-    blocks = columns.blocks(of_sweeps(run for run in runs if run.model))
-    values = by_option([row.run for block in blocks for row in block.rows])
+    sections = columns.sections(of_sweeps(run for run in runs if run.model))
+    values = by_option([row.run for section in sections for row in section.rows])
     differing = varying(values)
     environments = Environments(runs)
-    firsts = accumulate((len(block.rows) for block in blocks), initial=0)
-    sections = [(block, dict(enumerate(block.rows, first))) for block, first in zip(blocks, firsts, strict=False)]
+    numbers = count()
+    numbered = [(section, {next(numbers): row for row in section.rows}) for section in sections]
     # Curves of weak scaling go on in sections of other batches, and are in that in which they begin.
-    by_model = grouped((block.rows[0].run.model, point) for block, rows in sections for point in curves.points(rows))
+    by_model = grouped((section.model, point) for section, rows in numbered for point in curves.points(rows))
     scaling = [curve for points in by_model.values() for curve in curves.scaling_curves(points, differing)]
     others = [run for run in runs if not run.model]
     return {
-        "models": [_model(block, rows, scaling, environments) for block, rows in sections],
+        "models": [_model(section, rows, scaling, environments) for section, rows in numbered],
         "columns": [column.on_page() for column in columns.COLUMNS],
         "options": differing,
         "told": options_affecting("told"),
@@ -63,12 +63,12 @@ def content(runs: Sequence[RunRecord]) -> dict[str, object]:
 
 
 def _model(
-    block: Block, rows: Mapping[int, Row], scaling: Sequence[curves.Curve], environments: Environments
+    section: Section, rows: Mapping[int, Row], scaling: Sequence[curves.Curve], environments: Environments
 ) -> dict[str, object]:
     ranks = [row.place.rank for row in rows.values() if row.place.rank]
     return {
-        "title": block.title(),
-        "unit": block.unit,
+        "title": section.title(),
+        "unit": section.unit,
         "rows": [
             {
                 "number": number,
@@ -78,9 +78,9 @@ def _model(
             }
             for number, row in rows.items()
         ],
-        "remarks": block.remarks,
-        "why": block.why,
-        "model": block.rows[0].run.model,
+        "remarks": section.remarks,
+        "why": section.why,
+        "model": section.model,
         **curves.of_steps(rows),
         "scaling": [curve for curve in scaling if curve.rows[0] in rows],
     }
