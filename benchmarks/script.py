@@ -76,7 +76,9 @@ def trained(
     if (status == "hung" or done.returncode) and not fails:
         raise SystemExit(f"{' '.join(command)} failed\n{said}")
     if not path.exists():
-        return {"status": status, "error": {"rank": -1, "type": status, "message": said}}
+        error = {"rank": -1, "type": status, "message": said, "traceback": ""}
+        identity = {"workload": "-", "fingerprint": "", "directory": str(directory)}
+        return {"status": status, "error": error, **identity}
     record: dict[str, Any] = json.loads(path.read_text())
     return record
 
