@@ -131,7 +131,6 @@ def _lacking(config: Config, spec: RunSpec) -> str | None:
 
 
 def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, object]:
-    """Return what is known without running anything."""
     training = spec.training
     assert training
     layout = next(iter(layouts(training, is_free=True).values())) if asked.sets_batch else training.layout

@@ -149,7 +149,6 @@ def _launched(job: Job, loop: StepLoop) -> tuple[dict[str, list[int]], dict[str,
 
 
 def _communicating() -> list[dist.ProcessGroup]:
-    """Return the NCCL groups of several ranks."""
     groups = dist.distributed_c10d._world.pg_map
     return [group for group in groups if group.size() > 1 and "nccl" in dist.get_backend_config(group)]
 

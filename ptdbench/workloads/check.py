@@ -258,7 +258,6 @@ def _gpu_findings(job: Job, before: Sequence[_Facts], after: Sequence[_Facts]) -
 
 
 def _loaded(facts: Sequence[_Facts], load: Sequence[OtherLoad]) -> set[int]:
-    """Return the ranks that other processes slowed down."""
     of_nodes = {of_node.node: of_node for of_node in load}
     return {rank for rank, of_rank in enumerate(facts) if of_nodes[of_rank.node].slows(rank)}
 

@@ -171,7 +171,6 @@ def _stages(pipeline_size: int | Literal["auto"], world_size: int) -> int:
 def _group_problems(
     group: str | Sequence[int], pipeline_size: int | Literal["auto"], world_size: int
 ) -> Iterator[Problem]:
-    """Yield problems of a group in a world of this size."""
     if isinstance(group, str):
         stages = _stages(pipeline_size, world_size)
         if group != "all" and (stages < 1 or world_size % stages):

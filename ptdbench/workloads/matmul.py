@@ -66,5 +66,4 @@ class Matmul:
 
 
 def _listed(option: Any) -> list[Any]:
-    """Return one or several values of an option as a list."""
     return list(option) if isinstance(option, Sequence) and not isinstance(option, str) else [option]

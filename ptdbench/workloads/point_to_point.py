@@ -133,7 +133,6 @@ def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: lis
 
 
 def _both(job: Job, options: PointToPoint, pair: tuple[int, int], cut: list[Cut]) -> BothWays:
-    """Measure two ranks that send to each other at the same time."""
     rows = []
     for size in timing.sizes(options.min_bytes, options.max_bytes, options.factor):
         job.watchdog.alive()
