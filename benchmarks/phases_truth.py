@@ -26,7 +26,7 @@ from benchmarks.ratio import paired_ratio
 from benchmarks.script import keep, options, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
-from ptdbench.parallel.pipeline.schedules import SCHEDULES
+from ptdbench.parallel.pipeline_schedules import SCHEDULES
 from ptdbench.records.schema import Metrics, StepSeconds
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition
-from ptdbench.parallel.pipeline.schedules import SPLITS_SINCE
+from ptdbench.parallel.pipeline_schedules import SPLITS_SINCE
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.training_spec import prepare_data

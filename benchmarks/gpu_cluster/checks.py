@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.gpu_check.session import CHECKED_STEPS, Session
 from benchmarks.script import ROOT, TORCHRUN, TRAIN
 from ptdbench.parallel.conflicts import SETTERS, is_settable
-from ptdbench.parallel.pipeline.schedules import SCHEDULES
+from ptdbench.parallel.pipeline_schedules import SCHEDULES
 from ptdbench.records.run_record import typed
 from ptdbench.report.remarks import reason
 

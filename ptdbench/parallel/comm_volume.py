@@ -25,7 +25,7 @@ from ptdbench.parallel import experts, fp8
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.footprint import local_parts, modules_of_ranks
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline.stage import by_stage, cut
+from ptdbench.parallel.pipeline_stages import by_stage, cut
 from ptdbench.parallel.precision import DTYPES, Name
 from ptdbench.parallel.roles import roles_of
 from ptdbench.parallel.tensor import cut_dimensions

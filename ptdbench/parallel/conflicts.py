@@ -17,8 +17,8 @@ from ptdbench.parallel.activations import Selective
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims, divisors
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline.schedules import SCHEDULES, SPLITS_SINCE, rounds
-from ptdbench.parallel.pipeline.stage import cut
+from ptdbench.parallel.pipeline_schedules import SCHEDULES, SPLITS_SINCE, rounds
+from ptdbench.parallel.pipeline_stages import cut
 from ptdbench.parallel.roles import roles_of
 from ptdbench.problems import Problem, as_typed, nearest, try_these
 

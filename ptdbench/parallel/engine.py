@@ -62,7 +62,7 @@ class Engine(ABC):
     rehearsals: int
     modes: Modes  #: Switches between the modes of training, which it begins in, and of evaluation.
     written: Sequence[str] = ()  #: Names of weights that a forward pass changes in place, for :meth:`rehearse`.
-    #: The kind of links between stages, see :func:`ptdbench.parallel.pipeline.pipelined.open_links`.
+    #: The kind of links between stages, see :func:`ptdbench.parallel.pipeline_engine.open_links`.
     links: str | None = None
 
     @abstractmethod

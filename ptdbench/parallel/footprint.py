@@ -15,7 +15,7 @@ from ptdbench.parallel import experts
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline.stage import cut
+from ptdbench.parallel.pipeline_stages import cut
 from ptdbench.parallel.precision import DTYPES, Name, copied_weights
 from ptdbench.parallel.tensor import cut_dimensions
 from ptdbench.parallel.zero import assign_owners

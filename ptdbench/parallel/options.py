@@ -6,7 +6,7 @@ from typing import Literal
 
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Degrees, Dims, Size, auto_degrees
-from ptdbench.parallel.pipeline.schedules import SCHEDULES, PipelineSchedule
+from ptdbench.parallel.pipeline_schedules import SCHEDULES, PipelineSchedule
 
 #: How attention sees all positions: ranks exchange positions for heads, or gather all keys and values.
 Method = Literal["ulysses", "ring"]

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ptdbench.models.protocol import Model, module_of
-from ptdbench.parallel import conflicts, context, experts, tensor
+from ptdbench.parallel import conflicts, context, experts, pipeline_stages, tensor
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.compile import start_afresh
 from ptdbench.parallel.dims import Dims, auto_degrees, derive
 from ptdbench.parallel.engine import Accumulating, Engine
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline import stage
-from ptdbench.parallel.pipeline.pipelined import Pipelined
+from ptdbench.parallel.pipeline_engine import Pipelined
 from ptdbench.problems import at_least, require
 
 
@@ -75,7 +74,7 @@ class Strategy(Options):
         """
         share = global_batch // dims.batch
         if self.applies("pipeline", dims):
-            plan = stage.divide_batch(self, dims, global_batch, share, micro_batch)
+            plan = pipeline_stages.divide_batch(self, dims, global_batch, share, micro_batch)
         else:
             size = share if micro_batch == "auto" else micro_batch
             plan = BatchPlan(dims, global_batch, size, accumulation=share // size)

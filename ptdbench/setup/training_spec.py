@@ -30,7 +30,7 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.mesh import Mesh
-from ptdbench.parallel.pipeline.stage import Cut, cut, imbalance, unrepeated
+from ptdbench.parallel.pipeline_stages import Cut, cut, imbalance, unrepeated
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, first_line, require, under

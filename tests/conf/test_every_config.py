@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ptdbench.launch.slurm import Partition
 from ptdbench.launch.world import World
-from ptdbench.parallel.pipeline.schedules import SPLITS_SINCE
+from ptdbench.parallel.pipeline_schedules import SPLITS_SINCE
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import pytest
 
-from ptdbench.parallel.pipeline.schedules import SCHEDULES, SPLITS_SINCE
+from ptdbench.parallel.pipeline_schedules import SCHEDULES, SPLITS_SINCE
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from ptdbench.models.experts import Experts, Router
 from ptdbench.models.state import ModuleState
 from ptdbench.parallel import context, engine, experts, tensor
+from ptdbench.parallel import pipeline_engine as pipeline
 from ptdbench.parallel.experts import Routing
-from ptdbench.parallel.pipeline import pipelined as pipeline
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling.events import COMBINE
 from tests.parallel.oracle import Mistakes, is_on, of

@@ -19,9 +19,9 @@ from torch.nn.utils import get_total_norm
 
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel import apply, context, engine, fsdp, tensor, zero
+from ptdbench.parallel import pipeline_engine as pipelined
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Accumulating, LaidOutModule
-from ptdbench.parallel.pipeline import pipelined
 from ptdbench.parallel.strategy import Strategy
 from tests.parallel.made import gpt, laid_out
 from tests.parallel.oracle import Mistakes, after, is_on, of

@@ -14,8 +14,8 @@ from ptdbench.models.gpt import GPT
 from ptdbench.models.toy import Toy
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
-from ptdbench.parallel.pipeline.schedules import SCHEDULES
-from ptdbench.parallel.pipeline.stage import costs
+from ptdbench.parallel.pipeline_schedules import SCHEDULES
+from ptdbench.parallel.pipeline_stages import costs
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
 from tests.models.assembled import assembled

@@ -18,8 +18,8 @@ from ptdbench.data.feed import Feed
 from ptdbench.models.decoder import Decoder
 from ptdbench.models.experts import Experts
 from ptdbench.parallel import apply, ring
-from ptdbench.parallel.pipeline.schedules import SCHEDULES
-from ptdbench.parallel.pipeline.stage import Stage
+from ptdbench.parallel.pipeline_schedules import SCHEDULES
+from ptdbench.parallel.pipeline_stages import Stage
 from ptdbench.profiling import trace
 from ptdbench.profiling.events import Call, Interval, intersect, length, union
 from ptdbench.profiling.phases import PHASES, Partition, Ready, divided, partition

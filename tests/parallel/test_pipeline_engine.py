@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from ptdbench.models.gpt import GPT
 from ptdbench.models.protocol import module_of
-from ptdbench.parallel.pipeline import stage as stages
-from ptdbench.parallel.pipeline.pipelined import arriving, receive_tensor, send_tensor, without_weights
-from ptdbench.parallel.pipeline.stage import Stage
+from ptdbench.parallel import pipeline_stages as stages
+from ptdbench.parallel.pipeline_engine import arriving, receive_tensor, send_tensor, without_weights
+from ptdbench.parallel.pipeline_stages import Stage
 from ptdbench.parallel.precision import Copies
 from tests.parallel.ranks import on_ranks
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ptdbench.parallel.pipeline.schedules import SCHEDULES
+from ptdbench.parallel.pipeline_schedules import SCHEDULES
 
 #: Times of what a schedule orders, for one micro-batch and all stages of a rank.
 COSTS = {"FORWARD": 1, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1, "FULL_BACKWARD": 2}

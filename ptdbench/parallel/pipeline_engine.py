@@ -20,7 +20,7 @@ from ptdbench.models.state import ModuleState
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.engine import Engine, Scale, norm_of
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline.stage import Cut, Stage, add_up_shared, cut, find_shared, untie
+from ptdbench.parallel.pipeline_stages import Cut, Stage, add_up_shared, cut, find_shared, untie
 from ptdbench.parallel.precision import DTYPES
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ptdbench.models.resnet import ResNet
-from ptdbench.parallel.pipeline import stage as stages
-from ptdbench.parallel.pipeline.stage import Stage, balance
+from ptdbench.parallel import pipeline_stages as stages
+from ptdbench.parallel.pipeline_stages import Stage, balance
 from ptdbench.setup import choices
 from tests.conftest import read
 from tests.parallel.made import small
