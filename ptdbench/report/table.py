@@ -102,9 +102,12 @@ def of_workload(record: RunRecord, width: int, typed: Collection[str] = ()) -> s
 
 def _shown(results: object, record: RunRecord, width: int, typed: Collection[str]) -> str:
     target = record.option("workload._target_", str) or ""
-    if own := _own_workload(target):
-        return own.show(getattr(convert({record.workload: results}, Findings), record.workload), width)
-    return get_object(target).show(results, width) if target in typed else _as_it_is(results)
+    workload = _own_workload(target) or (get_object(target) if target in typed else None)
+    if workload is None:
+        return _as_it_is(results)
+    if workload.show.__module__.startswith("ptdbench."):  # it may be inherited
+        results = getattr(convert({record.workload: results}, Findings), record.workload)
+    return str(workload.show(results, width))
 
 
 def _own_workload(target: str) -> Any:

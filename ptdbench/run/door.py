@@ -39,7 +39,7 @@ from ptdbench.terminal import echo
 def run(directory: Path) -> None:
     """Execute the run of a directory; its ``record.json`` and its sweep's results report the outcome, whatever it is.
 
-    The directory has an open record, see :func:`ptdbench.records.record.opened`.
+    The directory has an open record, with the run's configuration and the summary of its specification.
 
     Raises:
         SystemExit: This process is a rank, and the run failed here; another start of the run is still in progress; or

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from ptdbench.launch.slurm import Partition
 from ptdbench.launch.world import World
@@ -75,9 +75,8 @@ def texts(tmp_path_factory) -> Path:
     return folder
 
 
-def spec(job: DictConfig) -> run_spec.RunSpec:
+def spec(read: config.Config) -> run_spec.RunSpec:
     """A run, specified: on this machine, or in a job of the shape that it would be given."""
-    read = config.read(job)
     if not isinstance(read.cluster, config.Slurm):
         return run_spec.specify(read, None)
     shape = requests.shape_of(read, PARTITIONS)
@@ -138,14 +137,14 @@ def test_commands_that_are_shown_compose(command):
         del words[words.index("--cfg") :]
     overrides = [word for word in words if not word.startswith("-")]
     found = compose_all(overrides, multirun="-m" in words)
-    assert found.wholes
+    assert found.configs
     if not re.search(r"my_package|\bmy/|/data/", command):  # examples of what only the reader has
-        for job in found.wholes:
+        for read in found.configs:
             if is_refused(command):
                 with pytest.raises(ConfigError, match=rf"parallel\.schedule=\w+: needs torch {SPLITS_SINCE}"):
-                    spec(job)
+                    spec(read)
             else:
-                spec(job)
+                spec(read)
 
 
 def test_the_primary_config_explains_every_option_it_sets():
