@@ -167,8 +167,7 @@ def _trained(folder: Path, damaged: list[str]) -> list[RunRecord]:
     """
     from ptdbench.records.load import read
 
-    loaded = read(folder, damaged)
-    trained = [run for run in (loaded if isinstance(loaded, list) else [loaded]) if run.model]
+    trained = [run for run in read(folder, damaged) if run.model]
     if not trained:
         raise FileNotFoundError(f"{folder}: has no run that trains; give runs of workload=train")
     measured = [run for run in trained if not run.kind]

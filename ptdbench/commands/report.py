@@ -104,15 +104,13 @@ def _loaded(directories: Sequence[Path]) -> tuple[list[Path], list[RunRecord]]:
     runs: dict[Path, RunRecord] = {}
     for place, directory in enumerate(directories, start=1):
         try:
-            loaded = read(directory)
+            for run in read(directory):
+                runs.setdefault(Path(run.directory).resolve(), run)
+            kept.append(directory)
         except FileNotFoundError as error:
             if not directory.exists() or (place == len(directories) and not kept):
                 raise
             echo(f"{str(error).partition(';')[0]}: left out", sys.stderr)
-            continue
-        kept.append(directory)
-        for run in loaded if isinstance(loaded, list) else [loaded]:
-            runs.setdefault(Path(run.directory).resolve(), run)
     return kept, list(runs.values())
 
 

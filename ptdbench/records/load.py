@@ -121,8 +121,13 @@ class Runs(list[Run]):
         return table.drop(columns=unknown)
 
 
-def read(path: Path, damaged: list[str] | None = None) -> RunRecord | list[RunRecord]:
-    """Read like :func:`load`, but return records, with their current directories in ``directory``.
+def is_run(path: Path) -> bool:
+    """Return whether a path is the directory of a run, whose record may be damaged."""
+    return os.path.lexists(path / store.RECORD)
+
+
+def read(path: Path, damaged: list[str] | None = None) -> list[RunRecord]:
+    """Read like :func:`load`, but return records, one of a run, with their current directories in ``directory``.
 
     Damaged ones are reported on standard error, even if nothing can be read, and added to ``damaged``.
     """
@@ -136,9 +141,8 @@ def read(path: Path, damaged: list[str] | None = None) -> RunRecord | list[RunRe
                 echo(message, sys.stderr)
             if damaged is not None:
                 damaged += messages
-    if isinstance(loaded, Run):
-        return loaded.record.with_directory(str(loaded.directory))
-    return [run.record.with_directory(str(run.directory)) for run in loaded]
+    runs = [loaded] if isinstance(loaded, Run) else loaded
+    return [run.record.with_directory(str(run.directory)) for run in runs]
 
 
 def load(path: str | Path) -> Run | Runs:
@@ -154,7 +158,7 @@ def load(path: str | Path) -> Run | Runs:
         ptdbench.records.store.Damaged: ``path`` is the directory of a run, whose record is damaged.
     """
     path = Path(path)
-    if os.path.lexists(path / store.RECORD):
+    if is_run(path):
         return Run(store.read_record(path), path)
     if runs := _of_results(path) if path.is_file() else _of_folder(path):
         return runs

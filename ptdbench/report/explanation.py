@@ -12,7 +12,7 @@ from msgspec import to_builtins
 from ptdbench.comparison import ranking
 from ptdbench.comparison.alternatives import Alternative, of_sweeps
 from ptdbench.comparison.ranking import Place, Ranking
-from ptdbench.records.load import read
+from ptdbench.records.load import is_run, read
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import breakdown, labels, recorded_phases, virtual, why
 from ptdbench.report.text import wrap
@@ -51,16 +51,15 @@ def explain(directory: Path, against: Path | None) -> Explanation:
     """
     if against:
         return Explanation([_pair(directory, against)])
-    loaded = read(directory)
-    runs = loaded if isinstance(loaded, list) else [loaded]
+    runs = read(directory)
     imitated = [run for run in runs if virtual.has_figures(run)]
     explanation = Explanation([], virtual=dict(zip(labels.names(imitated), imitated, strict=True)))
-    if not isinstance(loaded, list):
+    if is_run(directory):
         if not imitated:
-            _require_phases(loaded)
-        if not recorded_phases.missing(loaded):  # a virtual run has phases in real time
-            (called,) = labels.names([loaded])
-            explanation.groups.append(Group(called, {called: loaded}, [1], []))
+            _require_phases(*runs)
+        if not recorded_phases.missing(runs[0]):  # a virtual run has phases in real time
+            (called,) = labels.names(runs)
+            explanation.groups.append(Group(called, {called: runs[0]}, [1], []))
         return explanation
     others = [run for run in runs if not virtual.has_figures(run)]
     explanation.reasons += _without_phases(others)
@@ -160,11 +159,11 @@ def _pair(directory: Path, other: Path) -> Group:
 
 
 def _single(directory: Path) -> RunRecord:
-    loaded = read(directory)
-    if isinstance(loaded, list):
-        names = ", ".join(shlex.quote(str(run.directory)) for run in loaded[:3])
+    runs = read(directory)
+    if not is_run(directory):
+        names = ", ".join(shlex.quote(run.directory) for run in runs[:3])
         raise Refused(f"{directory}: --against compares two runs, and this is a folder of them; try {names}")
-    return loaded
+    return runs[0]
 
 
 def _require_phases(*runs: RunRecord) -> None:

@@ -109,7 +109,7 @@ class TestFile:
         group, name = path.parent.name, path.stem
         companions = [word.format(images=images, texts=texts) for word in COMPANIONS.get(identity(path), ())]
         virtual = group == "virtual" and name != "none"
-        made = spec(composed(f"{group}={name}", *companions, *([] if virtual else ["device=cpu"])))
+        made = spec(config.read(composed(f"{group}={name}", *companions, *([] if virtual else ["device=cpu"]))))
         if group != "experiment" and f"{group}={name}" != "virtual=none":
             call = made.config.resolved[group]
             assert call["name"] in (name, call.get("_target_", "").rpartition(".")[2])

@@ -21,7 +21,6 @@ from ptdbench.workloads import train
 from tests.conftest import composed, run_on_shared_ranks
 from tests.daily import cases
 from tests.parallel.ranks import on_ranks
-from tests.report.made import made
 from tests.workloads.made_job import job
 
 pytestmark = pytest.mark.ranks
@@ -96,7 +95,7 @@ def test_steps_and_evaluations_are_shown_as_soon_as_the_record_can_be_read(tmp_p
     found = recorder.Recorder(job, loop)
     found.logs = [log := mock.Mock()]
     found._unshown = [series.unknown(3)]
-    with mock.patch.object(store, "read_record", side_effect=[fault, made({})]):
+    with mock.patch.object(store, "read_record", side_effect=[fault, {}]):
         found._show([{"step": 3}])
         loop.done, found._unshown = 5, [*found._unshown, series.unknown(2)]
         found._show([{"step": 3}, {"step": 5}])
