@@ -91,7 +91,7 @@ def test_wheel_has_every_file(programs):
     assert (shipped / "py.typed").is_file()
     assert shipped.with_name("hydra_plugins").joinpath("ptdbench_launcher.py").is_file()
     assert json.loads((shipped / "record.schema.json").read_text())["$ref"] == "#/$defs/Record"
-    for kind in ("py", "html", "css", "js", "c", "h"):
+    for kind in ("py", "html", "css", "js", "c", "h", "csv"):
         made = {path.relative_to(ROOT / "ptdbench") for path in (ROOT / "ptdbench").glob(f"**/*.{kind}")}
         assert made
         assert made <= {path.relative_to(shipped) for path in shipped.glob(f"**/*.{kind}")}
