@@ -7,6 +7,7 @@ import pytest
 
 from ptdbench.records import series
 from tests.report.made import DDP, FSDP, PDP, failed, keep, repeated, run
+from tests.report.test_workload_tables import product
 
 #: Throughput of the runs of each configuration, in the blocks of a sweep.
 RATES = {"ddp": [2000.0, 2020.0, 1980.0], "fsdp": [1010.0, 990.0, 1000.0], "pdp": [1500.0, 1485.0, 1515.0]}
@@ -15,9 +16,9 @@ RATES = {"ddp": [2000.0, 2020.0, 1980.0], "fsdp": [1010.0, 990.0, 1000.0], "pdp"
 EVIL = f"</script><script>document.title = 'taken'</script> & <b>bold</b>{'x' * 900}"
 
 #: What a workload of products has found, of somebody else's class.
-PRODUCT = {"dtype": "bf16", "shape": "2x4x8", "median": 2e9}
-COPY = {"kind": "within the device", "median": 1e9}
-MATMUL = {"ranks": [{"products": [PRODUCT], "copies": [COPY]}]}
+PRODUCT, COPY = product(2e9, dtype="bf16", shape="2x4x8"), product(1e9, kind="within the device", bytes=2**20)
+RANK = {"rank": 0, "device": "cpu", "products": [PRODUCT], "copies": [COPY]}
+MATMUL = {"ranks": [RANK], "ceilings": [], "other_load": []}
 
 
 @pytest.fixture(scope="module")
