@@ -74,7 +74,7 @@ def _main() -> int:
     shows = arguments.cfg or arguments.help or arguments.info
     if world and not world.is_first:
         return 0 if shows else _follow(world)
-    words = commandline.imply(arguments)
+    words = commandline.with_implied(arguments)
     config_name = arguments.config_name or "config"
     line = resume.read(words, arguments.multirun, world, config_name)
     source = compose.Source(conf, config_name, arguments.config_dir)
@@ -303,6 +303,7 @@ def _conclude(composed: compose.Composed, agenda: Agenda) -> int:
     """Print the results of the runs; return exit status 0 if all requested runs are ok, and none was skipped."""
     requested = 0 if agenda.is_open else len(agenda.runs)
     records = _print_results(agenda.directory, composed.configs, requested)
+    noise.keep(alternatives.group(records))  # by which later sweeps are judged
     if agenda.only:  # the sweep's other runs were not requested
         records = [record for record in records if store.below(agenda.directory, record.directory) == agenda.only]
         requested = 0
@@ -346,7 +347,6 @@ def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list
     else:
         records = [store.read_record(directory)] if (directory / store.RECORD).exists() else []
     if records:
-        noise.keep(alternatives.group(records))
         workloads = {str(read.resolved["workload"].get("_target_")) for read in typed}
         text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns, workloads))
         echo(table.closing_lines(directory, records))

@@ -110,7 +110,7 @@ def short_runs(overrides: Iterable[str]) -> list[str]:
     return [_SHORT] if typed.get(_RUNS) == "auto" and typed.keys().isdisjoint(_LENGTHS) else []
 
 
-def imply(arguments: argparse.Namespace) -> list[str]:
+def with_implied(arguments: argparse.Namespace) -> list[str]:
     """Return the overrides with shorthands expanded and implied overrides added.
 
     ``submitit_slurm`` implies ``cluster=slurm``, except with another configuration file, which may choose a cluster

@@ -24,7 +24,7 @@ from ptdbench.setup import commandline
     ],
 )
 def test_what_a_launcher_means_by_itself(typed, added):
-    assert commandline.imply(line(typed)) == [*typed, *added]
+    assert commandline.with_implied(line(typed)) == [*typed, *added]
 
 
 def line(typed, **flags):
@@ -34,13 +34,13 @@ def line(typed, **flags):
 
 @pytest.mark.parametrize("flag", ["config_dir", "config_name", "config_path"])
 def test_other_files_say_how_long_runs_are(flag):
-    assert commandline.imply(line(["repeat=auto"], multirun=True, **{flag: "mine"})) == ["repeat.runs=auto"]
+    assert commandline.with_implied(line(["repeat=auto"], multirun=True, **{flag: "mine"})) == ["repeat.runs=auto"]
 
 
 @pytest.mark.parametrize("flag", ["config_name", "config_path"])
 def test_another_file_chooses_its_cluster(flag):
     typed = ["hydra/launcher=submitit_slurm"]
-    assert commandline.imply(line(typed, **{flag: "mine"})) == typed
+    assert commandline.with_implied(line(typed, **{flag: "mine"})) == typed
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_another_file_chooses_its_cluster(flag):
 )
 def test_a_group_alone_is_short_for_its_options(typed, meant):
     words = ["parallel=fsdp", typed, "profile.steps=3"]
-    assert commandline.imply(line(words)) == ["parallel=fsdp", meant, "profile.steps=3"]
+    assert commandline.with_implied(line(words)) == ["parallel=fsdp", meant, "profile.steps=3"]
 
 
 @pytest.mark.parametrize("text", ["a/b c", "o'clock", "a\\b", "a\\", "a\\'b", "a\\\\'", "''"])
