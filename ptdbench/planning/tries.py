@@ -40,16 +40,16 @@ _SHORT = {
 
 def try_options(config: Config, steps: int = 3) -> dict[str, Any]:
     """Return the options that shorten a run to a try; its optimizer state exists from the second step on."""
-    found: dict[str, Any] = _SHORT | {"train.steps": steps}
+    options: dict[str, Any] = _SHORT | {"train.steps": steps}
     if isinstance(config.cluster, Slurm):
-        found["cluster.requeue"] = False  # it writes no checkpoint to resume from
+        options["cluster.requeue"] = False  # it writes no checkpoint to resume from
     if config.call("parallel").options.get("gradients") == "powersgd":
         # At least two steps are averaged uncompressed, and the third one's residual is in memory in the fourth.
-        found |= {"parallel.powersgd_start": 2, "train.steps": max(steps, 4)}
+        options |= {"parallel.powersgd_start": 2, "train.steps": max(steps, 4)}
     if config.resolved.get("precision") == "fp16" and not config.resolved.get("virtual"):
         # A step that overflows is skipped, and makes no state: the loss scale starts at 2**16, and each skip halves it.
-        found["train.steps"] += 16
-    return found
+        options["train.steps"] += 16
+    return options
 
 
 def needs_search(config: Config) -> bool:

@@ -204,7 +204,7 @@ def _unfit_for_virtual(config: Config, world: World | None) -> Iterator[Problem]
     call, cluster, general = config.call("virtual"), config.cluster, config.general
     count, ranks = cluster.ranks_per_node, call.options.get("ranks")
     launcher = world.launcher if world and not world.started_by.has_parent else ""
-    some, every = ranks is not None, "try null, or omit eval.every"
+    some = ranks is not None
     saves = bool(config.checkpoint.every_steps or general.resume)
     is_other_work = general.check or config.call("workload").name != "train"
     return broken([
@@ -212,7 +212,8 @@ def _unfit_for_virtual(config: Config, world: World | None) -> Iterator[Problem]
          "try auto, or virtual=none"),
         (some and saves, "virtual.ranks", ranks, "a checkpoint needs all ranks",
          "try null, or omit checkpoint.every_steps and resume"),
-        (some and bool(config.eval.every), "virtual.ranks", ranks, "an evaluation needs all ranks", every),
+        (some and bool(config.eval.every), "virtual.ranks", ranks, "an evaluation needs all ranks",
+         "try null, or omit eval.every"),
         (some and is_other_work, "virtual.ranks", ranks, "only training can run on some of the ranks",
          "try null, workload=train and check=false"),
         (isinstance(cluster, Slurm), "cluster", cluster.name,

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hydra_plugins import ptdbench_launcher
 from ptdbench import search_path, terminal
 from ptdbench.launch import forced_exit, local
+from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError, Problem, first_line
 from ptdbench.records import record, store
 from ptdbench.report.display import headed
@@ -77,7 +78,8 @@ def _here(agenda: Agenda, runs: Iterable[Run]) -> None:
 
     for run in runs:
         directory, started = agenda.place(run), time.monotonic()
-        if run.summary and run.summary.warning:
+        ranks_warn = discover(os.environ) is not None
+        if run.summary and run.summary.warning and not ranks_warn:
             echo(run.summary.warning, sys.stderr)
         followers.lead(directory)
         if run.number is None:
