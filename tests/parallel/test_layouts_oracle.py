@@ -1,6 +1,6 @@
 """Mistakes of layouts without experts, put into the program: each is seen in its losses or norms.
 
-What stands here is what ``docs/mistakes.md`` has as a table.
+What stands here is what ``docs/injected-faults.md`` has as a table.
 """
 
 from collections.abc import Callable, Iterator
@@ -218,4 +218,4 @@ def test_every_mistake_is_seen():
 
 
 def test_the_page_lists_them():
-    assert is_on("mistakes.md", MISTAKES)
+    assert is_on("injected-faults.md", MISTAKES)
