@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the records as JSON instead of a table")
     parser.add_argument("--again", action="store_true", help="ignore cached plans")
     parser.epilog = (
-        "Exit status 0: a layout fits, or its training state where only that is known. 1: none does, or can be "
-        "planned. 128 + n: signal n."
+        "Exit status 0: a layout fits, or its training state where only that is known. 1: no layout fits, or "
+        "none could be planned. 128 + n: signal n."
     )
 
 

@@ -1,4 +1,4 @@
-"""``ptdbench run outputs/<run>``: executes the runs of directories, as they were composed, one after the other."""
+"""``ptdbench run outputs/<run>``: runs the given run directories with their saved configuration, in turn."""
 
 from __future__ import annotations
 

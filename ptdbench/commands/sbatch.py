@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ptdbench.terminal import echo
 
-HELP = "write a plain SLURM script for a run or a sweep of one shape"
+HELP = "write a plain SLURM script for a run, or a sweep with one node and rank count"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

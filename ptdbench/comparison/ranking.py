@@ -48,17 +48,17 @@ def share_text(share: float) -> str:
     return f"{share:.1%}" if share <= _MOST else f"{1 + _MOST:.0f}x and more"
 
 
-def ratio_text(share: float) -> str:
-    """Return ``1.2x`` or ``1.031x``, with two digits of the excess over 1; ``no 2x`` if even 2x is not resolved."""
-    if share > _MOST:
-        return f"no {1 + _MOST:.0f}x"
-    decimals = 1 - math.floor(math.log10(share)) if 0 < share < 0.1 else 2
-    return f"{1 + share:.{decimals}f}x"
-
-
 def detectable_text(detectable: float) -> str:
     """Return ``3.1% detectable (90% power)``."""
     return f"{share_text(detectable)} detectable ({POWER:.0%} power)"
+
+
+def _detected(share: float) -> str:
+    """Return ``differences of 1.031x or more are detected``, with two digits of the excess over 1."""
+    if share > _MOST:
+        return f"not even {1 + _MOST:.0f}x is detected"
+    decimals = 1 - math.floor(math.log10(share)) if 0 < share < 0.1 else 2
+    return f"differences of {1 + share:.{decimals}f}x or more are detected"
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ def remark(ranking: Ranking) -> str | None:
     known = [place.against_best for place in ranked if place.against_best]  # none if the first has too few runs
     if not known and not any(place.faster for place in ranked):
         return f"{each}: not ranked; repeat=5 ranks them"
-    resolve = "resolves" if max(counts) == 1 else "resolve"
+    detected = _detected(max(one.detectable for one in known)) if known else ""
     said = [f"ranks: simultaneous {1 - LEVEL:.0%} confidence"]
-    said.append(f"{each} {resolve} {ratio_text(max(one.detectable for one in known))}" if known else each)
+    said.append(f"with {each}, {detected} ({POWER:.0%} power)" if known else each)
     if min(counts) == 1 < max(counts):
         said.append(f"single runs: {'judged by how much the others vary' if ranking.earlier else 'no rank'}")
     elif max(counts) == 1 and ranking.earlier:

@@ -13,10 +13,13 @@ from ptdbench.report import recorded_phases, why
 from ptdbench.report.text import MISSING, decimals, difference, drawn, figure_text, range_text, wrap
 from ptdbench.units import three_digits
 
-_MEANT = (
-    "MiB that torch has allocated at the peak of a step; activations: what else the forward and the backward pass "
-    "allocate; communication: buffers, gathered weights included"
-)
+_MEMORY = {
+    "activations": "other allocations of the forward and backward pass",
+    "communication": "buffers, gathered weights included",
+    "other": "the batch and temporaries",
+    "rank": "the one with the highest peak",
+    "peak in": "the part of the step at the peak",
+}
 
 #: Peaks are equal if they differ by less than this fraction of the larger one.
 _EQUAL = 0.01
@@ -87,28 +90,35 @@ def _table(heading: str, rows: Mapping[str, _Rank], width: int) -> list[str]:
         return []
     kinds = [kind for kind in KINDS if any(rank.bytes[kind] for rank in rows.values())]
     of_runs = heading == "run"
-    headings = [heading, "peak", *kinds, *["rank"] * of_runs, "in"]
+    headings = [heading, "peak", *kinds, *["rank"] * of_runs, "peak in"]
     places = decimals(min(rank.peak for rank in rows.values()) / 2**20, 3)
     shown = []
     for title, rank in rows.items():
         sizes = [f"{size / 2**20:,.{places}f}" for size in (rank.peak, *(rank.bytes[kind] for kind in kinds))]
         shown.append([title, *sizes, *[str(rank.number)] * of_runs, rank.moment])
-    which = "; rank: the one that uses the most" if of_runs else ""
-    spared = ["rank", "in", "other"] if of_runs else ["in", "other"]
-    return [drawn(headings, shown, width, ["in", heading], spared), wrap(_MEANT + which, width)]
+    spared = ["rank", "peak in", "other"] if of_runs else ["peak in", "other"]
+    meant = _legend("MiB allocated by torch at the peak of a step", _MEMORY, headings[1:])
+    return [drawn(headings, shown, width, ["peak in", heading], spared), wrap(meant, width)]
+
+
+def _legend(unit: str, meanings: Mapping[str, str], headings: Iterable[str]) -> str:
+    """Return the unit of a table, and what its headings mean."""
+    return "; ".join([unit, *(f"{heading}: {meanings[heading]}" for heading in headings if heading in meanings)])
 
 
 #: The heading of each phase.
 _HEADINGS = [{"communication": "exposed"}.get(phase, phase) for phase in PHASES]
 
-#: Headings of phases that many runs lack, which get a column only if any run has them, and their meanings.
-_RARE = {
+#: Meanings of headings of phases, which get a column only if any run has them.
+_PHASES = {
     "data": "waiting for the batch",
     "exposed": "communication not overlapped with compute",
     "stragglers": "waiting for slower ranks",
     "experts": "waiting for the rank with the fullest experts",
     "bubble": "waiting for other stages",
     "host": "the GPU waiting for its host to launch the next kernel",
+    "optimizer": "clipping gradients, updating weights",
+    "other": "the rest",
 }
 
 
@@ -153,10 +163,9 @@ def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: 
     places = next((number for number, least in enumerate((1e3, 10.0, 1.0)) if shortest >= least), 3)
     cells = [[f"{1e3 * seconds:,.{places}f}" for seconds in row] for row in rows.values()]
     columns = dict(zip(("step", *_HEADINGS), zip(*cells, strict=True), strict=True))
-    kept = {name: texts for name, texts in columns.items() if name not in _RARE or any(t.strip("-0.") for t in texts)}
+    kept = {name: texts for name, texts in columns.items() if name not in _PHASES or any(t.strip("-0.") for t in texts)}
     shown = list(zip(rows, *kept.values(), strict=True))
-    meant = [f"{name}: {text}" for name, text in _RARE.items() if name in kept]
-    return [drawn([heading, *kept], shown, width, [heading], _SPARED), wrap("; ".join([unit, *meant]), width)]
+    return [drawn([heading, *kept], shown, width, [heading], _SPARED), wrap(_legend(unit, _PHASES, kept), width)]
 
 
 def _profiled(records: Iterable[RunRecord], width: int) -> Iterator[str]:
@@ -179,8 +188,18 @@ _FIGURES: dict[str, Callable[[Communication], float | None]] = {
     "GB/s": lambda sent: sent.bytes / sent.seconds / 1e9 if sent.seconds and sent.bytes else None,
 }
 
-#: Figures that get a column only if any run has them, and what they mean.
-_BESIDE = {"by formula": "MB that the layout should send", "by fit": "ms by the line of workload=collectives"}
+#: What these figures mean.
+_OPERATIONS = {
+    "MB": "sent, or received if more",
+    "by formula": "expected MB",
+    "ms": "in flight, from the moment the last rank reaches it",
+    "by fit": "expected ms, by the line of workload=collectives",
+    "exposed ms": "not overlapped with compute",
+    "GB/s": "MB over ms",
+}
+
+#: Figures that get a column only if any run has them.
+_EXPECTED = ("by formula", "by fit")
 
 
 def _figures(sent: Communication) -> dict[str, str]:
@@ -200,9 +219,8 @@ def _operations(records: Mapping[str, RunRecord], width: int) -> Iterator[str]:
     ]
     if not rows:
         return
-    beside = [heading for heading in _BESIDE if any(figures[heading] != MISSING for *_, figures in rows)]
-    headings = [heading for heading in _FIGURES if heading not in _BESIDE or heading in beside]
+    expected = [heading for heading in _EXPECTED if any(figures[heading] != MISSING for *_, figures in rows)]
+    headings = [heading for heading in _FIGURES if heading not in _EXPECTED or heading in expected]
     shown = [[called, name, *(figures[heading] for heading in headings)] for called, name, figures in rows]
-    meant = ["a rank's mean; ms: under way, counted from when the last rank called it; GB/s: MB over ms"]
-    yield drawn(["run", "operation", *headings], shown, width, ["run", "operation"], [*_BESIDE])
-    yield wrap("; ".join([*meant, *(f"{heading}: {_BESIDE[heading]}" for heading in beside)]), width)
+    yield drawn(["run", "operation", *headings], shown, width, ["run", "operation"], _EXPECTED)
+    yield wrap(_legend("per step, means over ranks", _OPERATIONS, headings), width)

@@ -135,7 +135,7 @@ def _side_by_side(places: Sequence[Place], ranked: Ranking) -> Group:
         (behind,) = why.in_order(named)
         lines = why.against_first([behind])
         if tied := [name for name, _ in others if name not in behind]:
-            lines.append(f"{', '.join(tied)}: no order vs {reference} is known, not explained")
+            lines.append(f"{', '.join(tied)}: not significantly slower than {reference}, so not explained")
     lines += [line for name, run in others for line in breakdown.compare_memory(run, first, name, reference)]
     repeats = [len(place.alternative.runs) for place in places]
     if max(repeats) > 1:

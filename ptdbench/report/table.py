@@ -158,7 +158,7 @@ def of_plans(records: Sequence[RunRecord], width: int) -> str:
     models = ", ".join(dict.fromkeys(str(record.model) for record in records))
     lacking = grouped((lack, row.name) for row in rows if (lack := _lack(row.run)))
     remarks = [*(f"{', '.join(whose)}: {lack}" for lack, whose in lacking.items()), *virtual.of_plans(records)]
-    lines = [f"{models} · planned, GiB of the rank that needs most", *lines, *text.left_out(gone, width)]
+    lines = [f"{models} · planned, GiB on the most heavily loaded rank", *lines, *text.left_out(gone, width)]
     return "\n".join([*lines, *(wrap(line, width) for line in dict.fromkeys(remarks))])
 
 

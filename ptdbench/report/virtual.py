@@ -40,7 +40,7 @@ NO_SIZES = ("mb", "rank", "fits", "max mb")
 
 
 def plan_figures(record: RunRecord) -> dict[str, int | str | None]:
-    """Return the figures of a plan by :data:`PLANNED`, sizes in bytes, of the rank that needs most; none of a run."""
+    """Return the figures of a plan by :data:`PLANNED`, sizes in bytes, of the largest rank; none of a run."""
     if record.kind != "planned":
         return {}
     plan, kinds = record.plan, record.memory.ranks or {}
@@ -70,7 +70,7 @@ def remarks(records: Sequence[RunRecord]) -> Iterator[str]:
     """Yield what to know about the virtual runs and the plans of a table."""
     plans = [record for record in records if record.kind == "planned"]
     if plans:
-        yield "planned: what a run will need, and no run; memory is that of the rank that needs most"
+        yield "planned: predicted, not run; memory of the largest rank"
     if devices := ", ".join(dict.fromkeys(name for record in records if (name := record.virtual.device))):
         yield f"{devices}: nothing is computed: memory and messages are exact, and there are no times"
     yield from dict.fromkeys([*of_plans(plans), *_of_models(records)])
@@ -80,15 +80,16 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
     """Yield what the columns of plans mean, and what is not in them; lines may repeat."""
     simulated = [record for record in records if record.plan.stands_for]
     for plan in (record.plan for record in simulated):
-        samples = ", samples that wait for their pass" if "samples" in (plan.outside or {}) else ""
+        samples = ", the samples that wait for their pass" if "samples" in (plan.outside or {}) else ""
+        usable, whole = gib_text(plan.room_bytes or 0), gib_text(plan.capacity_bytes or 0)
         yield (
-            f"left: of {gib_text(plan.room_bytes or 0)} of {gib_text(plan.capacity_bytes or 0)} ({plan.capacity_of}), "
-            f"after what torch reserves{samples}, the CUDA context and NCCL's buffers, the latter two by estimate"
+            f"left: of {usable} usable ({whole} of {plan.capacity_of} less memory_reserve), after torch's reserved "
+            f"memory{samples} and the estimated CUDA context and NCCL buffers"
         )
     if simulated:
         yield (
-            "gathered: weights that FSDP has gathered, and buffers of communication; max mb: the largest micro-batch "
-            "that fits; simulated: " + "; ".join(dict.fromkeys(map(_stands_for, simulated)))
+            "mb: micro-batch; max mb: the largest that fits; gathered: weights gathered by FSDP, and communication "
+            "buffers; simulated: " + "; ".join(dict.fromkeys(map(_stands_for, simulated)))
         )
     if any(record.option("eval.every", int) for record in simulated):
         yield "evaluation (eval.every) is left out: a batch of it, of eval.micro_batch samples, may need more"

@@ -189,13 +189,14 @@ def _with_parts(phases: Phases, rank: int) -> str:
 
 
 def _straggler(phases: Phases) -> Iterator[str]:
-    """``straggler rank 1, 2.42 ms a step, longest in 4 of 5 steps``: the rank that others wait for, if any."""
+    """``rank 1 is the straggler in 4 of 5 steps (2.42 ms per step)``: the rank that others wait for, if any."""
     waited, most = phases.waited_for or [0.0], phases.waited_for_most or []
     longest = max(waited)
     if longest >= _WAITED * (phases.step_seconds or 0.0):
         rank = waited.index(longest)
-        often = f", longest in {most.count(rank)} of {len(most)} steps" if len(most) > 1 else ""
-        yield f"straggler {recorded_phases.rank_name(phases, rank)}, {three_digits(1e3 * longest)} ms a step{often}"
+        often = f" in {most.count(rank)} of {len(most)} steps" if len(most) > 1 else ""
+        name = recorded_phases.rank_name(phases, rank)
+        yield f"{name} is the straggler{often} ({three_digits(1e3 * longest)} ms per step)"
 
 
 def _median(record: RunRecord) -> float:

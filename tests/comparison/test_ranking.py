@@ -45,7 +45,8 @@ def test_what_is_tied_shares_its_ranks():
     found = ranked(repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), tied)
     assert [place.rank for place in found.places] == [(1, 1), (2, 3), (2, 3)]
     largest = max(place.against_best.detectable for place in found.places[1:])
-    assert ranking.remark(found) == f"ranks: simultaneous 95% confidence; 3 runs each resolve {1 + largest:.4g}x"
+    detected = f"with 3 runs each, differences of {1 + largest:.4g}x or more are detected (90% power)"
+    assert ranking.remark(found) == f"ranks: simultaneous 95% confidence; {detected}"
 
 
 def test_an_order_is_known_although_ranks_overlap():
@@ -111,7 +112,7 @@ def test_few_runs_are_ranked_by_what_is_known_of_the_machine():
     found = ranked(*([run(name, rate)] for name, rate in rates.items()), earlier=past(0.01))
     assert [place.rank for place in found.places] == [(1, 2), (1, 2), (3, 3)]
     assert found.is_known
-    judged = r"one run each resolves 1\.\d+x; judged by earlier runs, which differ by 1\.0%"
+    judged = r"with one run each, differences of 1\.\d+x .*; judged by earlier runs, which differ by 1\.0%"
     assert re.fullmatch(f"ranks: simultaneous 95% confidence; {judged}", ranking.remark(found))
 
 
@@ -119,7 +120,7 @@ def test_where_some_have_too_few_runs_the_others_keep_their_order():
     runs = repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), repeated("pdp", scaled(0.5)[:1])
     found = ranked(*runs)
     assert [place.rank for place in found.places] == [(1, 2), (2, 3), (1, 3)]
-    assert re.search("; 1 to 3 runs each resolve .*x; single runs: no rank$", ranking.remark(found))
+    assert re.search("; with 1 to 3 runs each, .*; single runs: no rank$", ranking.remark(found))
     known = ranked(*runs, earlier=past(0.01))
     assert [place.rank for place in known.places] == [(1, 1), (2, 2), (3, 3)]
     assert ranking.remark(known).endswith("; single runs: judged by how much the others vary")
@@ -166,9 +167,9 @@ def test_those_that_are_faster_in_a_circle_are_ordered_by_their_means():
 def test_what_is_hardly_known_at_all_is_said_without_figures():
     wild = [1000.0, 10.0, 100000.0]
     found = ranked(repeated("ddp", wild), repeated("fsdp", wild[::-1]))
-    assert ranking.remark(found).endswith("; 3 runs each resolve no 2x")
+    assert ranking.remark(found).endswith("; with 3 runs each, not even 2x is detected (90% power)")
     single = ranked(*([one] for one in single_runs(2)), earlier=past(3.0))
-    assert ranking.remark(single).endswith(" resolves no 2x; judged by earlier runs, which differ by 2x and more")
+    assert ranking.remark(single).endswith("(90% power); judged by earlier runs, which differ by 2x and more")
     assert ranking.remark(ranked(*([one] for one in single_runs(2)), earlier=past(1e150)))
 
 

@@ -126,7 +126,7 @@ class TestRanks:
             "pdp: stage 0 of 2 with 97%",
             "pdp: bubble 24% of the step, 20% by formula",
             "pdp: forward + backward +9% on rank 1 (stage 1), -9% on rank 0 (stage 0); "
-            "straggler rank 1 (stage 1), 30.0 ms a step",
+            "rank 1 (stage 1) is the straggler (30.0 ms per step)",
         ]
 
     @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ class TestRanks:
     @pytest.mark.parametrize(
         ("most", "told"),
         [
-            ([1, 1, 1], "straggler rank 1, 30.0 ms a step, longest in 3 of 3 steps"),
-            ([1, None, 1], "straggler rank 1, 30.0 ms a step, longest in 2 of 3 steps"),
-            ([0, 1], "straggler rank 1, 30.0 ms a step, longest in 1 of 2 steps"),
-            ([1], "straggler rank 1, 30.0 ms a step"),
+            ([1, 1, 1], "rank 1 is the straggler in 3 of 3 steps (30.0 ms per step)"),
+            ([1, None, 1], "rank 1 is the straggler in 2 of 3 steps (30.0 ms per step)"),
+            ([0, 1], "rank 1 is the straggler in 1 of 2 steps (30.0 ms per step)"),
+            ([1], "rank 1 is the straggler (30.0 ms per step)"),
         ],
     )
     def test_whether_it_is_always_the_same_rank(self, most, told):
@@ -196,7 +196,7 @@ class TestRanks:
         waits = {"stragglers": [9, 9, 9, 0], "forward": [30] * 4, "backward": [60, 60, 60, 69]}
         record = phased("ddp", 99, waits, waited_for=[0.0, 0.0, 0.0, 0.009])
         assert list(remarks(record, "ddp")) == [
-            "ddp: forward + backward +7% on rank 3; straggler rank 3, 9.00 ms a step"
+            "ddp: forward + backward +7% on rank 3; rank 3 is the straggler (9.00 ms per step)"
         ]
 
     def test_profiled_steps_that_were_shorter_cast_doubt(self):
