@@ -29,12 +29,12 @@ if "ptdbench" in (os.path.basename(sys.argv[0]), __package__ if __name__ == "__m
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
-import re
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import NoReturn
 
 from ptdbench import commands
-from ptdbench.problems import ConfigError
+from ptdbench.problems import ConfigError, meant
 from ptdbench.terminal import echo
 
 
@@ -45,9 +45,11 @@ def main() -> int:
 
         del sys.argv[1]
         entry.main()
-    if sys.argv[1:2] == ["-sc"]:  # Hydra's completion calls it so
-        return _complete()
     parser, of_commands = _parsers()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks how the line may go on
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     if of_command := of_commands.get(next(iter(sys.argv[1:]), "")):
         words = sys.argv[2:]  # in any order, unless a -- keeps what follows it from being options
         arguments = of_command.parse_args(words) if "--" in words else of_command.parse_intermixed_args(words)
@@ -73,39 +75,31 @@ def main() -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says what may have been meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with a message."""
+        super().error(meant(message, self._option_string_actions, sys.argv[1:]))
+
+
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the parser of the whole command line, and that of each command."""
     program = "python -m ptdbench" if sys.argv[0].endswith("__main__.py") else "ptdbench"
     about = "Which way of parallelizing a PyTorch model is fastest on this machine or cluster?"
-    parser = argparse.ArgumentParser(prog=program, description=about)
+    parser = _Parser(prog=program, description=about)
     parser.add_argument("--version", action="store_true", help="print the version, and in a checkout the commit")
     choices = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    choices.add_parser("train", help="one run, or a sweep with -m, as python train.py: see train --help")
+    train = choices.add_parser("train", help="one run, or a sweep with -m, as python train.py: see train --help")
+    commands.add_options(train, "lists need -m")  # for completion
     of_commands = {}
-    for name in _commands():
+    for name in sorted(module.name for module in iter_modules(commands.__path__)):
         command = import_module(f"{commands.__name__}.{name}")
         about = (command.__doc__ or "").replace("``", "")
         of_commands[name] = choices.add_parser(name, help=command.HELP, description=about)
         command.add_arguments(of_commands[name])
         of_commands[name].set_defaults(main=command.main, unusable=getattr(command, "UNUSABLE", 1))
     return parser, of_commands
-
-
-def _commands() -> list[str]:
-    return sorted(module.name for module in iter_modules(commands.__path__))
-
-
-def _complete() -> int:
-    """Print the commands for a shell's completion; what may follow ``train`` is left to Hydra."""
-    if "COMP_LINE" in os.environ:
-        line = re.match(r"\s*(\S+)\s+train\s(.*)", os.environ["COMP_LINE"])
-        if not line:
-            echo("\n".join(["train", *_commands()]))
-            return 0
-        os.environ["COMP_LINE"] = f"{line[1]} {line[2]}"
-    from ptdbench import entry
-
-    entry.main()
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ answered at once.
 
 from __future__ import annotations
 
+import argparse
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,8 +21,8 @@ from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
 from ptdbench.records.record import DONE
-from ptdbench.records.run_record import RunRecord, typed
-from ptdbench.report import table, text
+from ptdbench.records.run_record import RunRecord
+from ptdbench.report import table, virtual
 from ptdbench.run import followers
 from ptdbench.setup import commandline, compose, hydra_options, hydra_output, resume
 from ptdbench.setup.config import Config, Slurm
@@ -66,24 +66,22 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
 
 def _main() -> int:
     arguments = commandline.parse()
-    conf = Path(arguments.config_path).resolve() if arguments.config_path else compose.conf_folder()
+    source = compose.source(arguments)
     if arguments.hydra_help or arguments.shell_completion:
-        return hydra_output.shown_by_hydra(arguments, conf)
+        return hydra_output.shown_by_hydra(arguments, source.conf)
     search_path.add_current()
     world = discover(os.environ)
     shows = arguments.cfg or arguments.help or arguments.info
     if world and not world.is_first:
         return 0 if shows else _follow(world)
     words = commandline.with_implied(arguments)
-    config_name = arguments.config_name or "config"
-    line = resume.read(words, arguments.multirun, world, config_name)
-    source = compose.Source(conf, config_name, arguments.config_dir)
+    line = resume.read(words, arguments.multirun, world, source.name)
     composed = compose.compose_all(line.overrides, arguments.multirun, source)
     resume.check_targets(words, composed.configs)
     if shows:
         if arguments.cfg:
             return hydra_output.show_configs(arguments, composed)
-        return hydra_output.shown_by_hydra(arguments, conf)
+        return hydra_output.shown_by_hydra(arguments, source.conf)
     hydra_options.check(composed, world, line.goes_on)
     blocks.check(composed, world, line.goes_on)
     cluster = composed.configs[0].cluster  # the same for all jobs, except for their shape
@@ -147,7 +145,7 @@ def find_micro_batch(directory: Path, shape: str, command: Sequence[str]) -> int
     return int(not door.find_micro_batch(directory, steps))
 
 
-def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again: bool) -> int:
+def plan(arguments: argparse.Namespace) -> int:
     """Print the plans for a command line; return exit status 0 if a layout fits.
 
     Raises:
@@ -157,21 +155,22 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
     from ptdbench.planning import plans
 
     search_path.add_current()
+    overrides = arguments.overrides
     if world := discover(os.environ):
         rule = f"starts its own ranks, and {world.launcher} has started this process"
         raise ConfigError([Problem("plan", " ".join(overrides), rule, f"run it without {world.launcher}")])
     local.check_sockets()
     local.check_address_space()
-    composed = plans.composed(overrides, config_dir)
-    made = plans.make(composed, overrides, again, _prepare_to_plan, _run)
-    if as_json:
+    composed = plans.composed(overrides, compose.source(arguments))
+    made = plans.make(composed, overrides, arguments.again, _prepare_to_plan, _run)
+    if arguments.json:
         echo(files.as_text(made.records))
     elif made.records:
-        records = [*map(typed, made.records)]
-        text.show(table.of_plans(records, shutil.get_terminal_size((110, 24)).columns))
+        records = table.show_results(made.directory)
         if made.cached:
-            echo(f"cached: {plural(made.cached, 'row')} planned earlier (plan --again plans anew)")
-        echo(table.closing_lines(made.directory, records))
+            echo(f"cached       {plural(made.cached, 'row')} planned earlier (plan --again plans anew)")
+        if measure := virtual.measuring(records):
+            echo(f"A plan has no times. To find the fastest, measure those that fit:\n{measure}")
     if made.stopped:
         raise made.stopped
     return int(all(one["status"] != "ok" for one in made.records))
@@ -338,18 +337,11 @@ def prepare_ranks(configs: Sequence[Config]) -> None:
 
 
 def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list[RunRecord]:
-    """Print the table of results; nothing if a signal arrived before the first run began.
+    """Print the table of results, and how to resume if fewer runs than ``asked`` have ended; return the records.
 
     Workloads on the command line, third-party ones included, may show their own results.
     """
-    if store.is_sweep(directory):
-        records = store.read_results(directory, lambda damage: echo(damage, sys.stderr))
-    else:
-        records = [store.read_record(directory)] if (directory / store.RECORD).exists() else []
-    if records:
-        workloads = {str(read.resolved["workload"].get("_target_")) for read in typed}
-        text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns, workloads))
-        echo(table.closing_lines(directory, records))
+    records = table.show_results(directory, {str(read.resolved["workload"].get("_target_")) for read in typed})
     if sum(record.status in DONE for record in records) < asked and _needs_resume_hint(directory, records):
         started = records[0].start_command if records else ""
         echo(f"resume       {resume.command(directory, started=started)}")

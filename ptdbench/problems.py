@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -143,6 +144,28 @@ def nearest(word: str, choices: Iterable[str]) -> list[str]:
     """Return the three ``choices`` closest to a mistyped ``word``, regardless of case, best first."""
     by_lower = {choice.lower(): choice for choice in choices}
     return [by_lower[name] for name in difflib.get_close_matches(word.lower(), by_lower)]
+
+
+def meant(message: str, flags: Iterable[str], words: Sequence[str]) -> str:
+    """Return an error of argparse with what to type instead: a command, one of ``flags``, or an option of ours.
+
+    ``--model gpt_tiny`` among the ``words`` of the command line becomes ``model=gpt_tiny``.
+    """
+    said = re.search(r"unrecognized arguments: (.*)|invalid choice: '(.*?)' \(choose from (.*)\)", message)
+    if said and said[2]:
+        tries = nearest(said[2], re.findall(r"[\w-]+", said[3]))
+    else:
+        tries = [_instead(flag, [*flags], words) for flag in (said[1].split() if said else ()) if flag in words]
+    return "; ".join(filter(None, [message, try_these(filter(None, tries))]))
+
+
+def _instead(flag: str, flags: Sequence[str], words: Sequence[str]) -> str:
+    """Return the flag of ``flags`` that a mistyped one resembles, or the option that it is elsewhere; else nothing."""
+    name, _, value = flag.lstrip("-").partition("=")
+    following = "".join(words[words.index(flag) + 1 :][:1])
+    value = value or ("" if "=" in following or following.startswith("-") else following)
+    near = nearest(name, [known[2:] for known in flags if known.startswith("--")])
+    return f"--{near[0]}" if near else f"{name}={value}" if value else ""
 
 
 def nearest_numbers(value: int, allowed: Sequence[int]) -> list[int]:

@@ -97,6 +97,11 @@ def sources() -> list[str]:
     return options
 
 
+def width() -> int:
+    """Return the columns of the terminal, or of the variable ``COLUMNS``; 110 in a file or a pipe."""
+    return shutil.get_terminal_size((110, 24)).columns
+
+
 def plural(count: int, noun: str) -> str:
     """Return ``1 run`` or ``2 runs``."""
     return f"{count} {noun}{'s' * (count != 1)}"

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,9 +41,17 @@ class TestStatus:
         sweep.end(0)
         status, out, err = ptdbench("status", sweep.path)
         assert (status, "unfinished" in out[3], err) == (0, True, [])
-        sweep.end(1, **failure())
+        sweep.end(1, **failure(), model="toy", parallel="fsdp")
+
+    def test_of_a_sweep_that_has_ended_is_its_final_table(self, sweep, ptdbench):
+        sweep.begin(0), sweep.begin(1)
+        sweep.end(0, model="toy", parallel="ddp")
+        sweep.end(1, model="toy", parallel="fsdp", **failure())
         status, out, _ = ptdbench("status", sweep.path)
-        assert (status, out[-1]) == (1, "1_toy_ddp: failed on rank 1: RuntimeError: on purpose")
+        assert status == 1
+        assert [line.split()[-1] for line in out[3:5]] == ["ok", "failed"]
+        assert "fsdp: failed on rank 1: RuntimeError: on purpose" in out
+        assert out[-1].startswith("report       ")
 
     def test_as_json(self, sweep, ptdbench):
         """Of a run that goes on how far it is, of one that has ended its record's figures."""
@@ -117,10 +126,50 @@ def test_a_folder_that_somebody_sent_is_read_and_runs_nothing(sweep, environ, wo
     assert command != "report" or '"answer": 42' in (sweep.path / "report.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("expalin", "try explain"), ("explain --agianst a", "try --against"), ("plan --model toy", "try model=toy"),
+        ("sbatch --model=toy", "try model=toy"), ("status a b", ""),
+    ],
+)  # fmt: skip
+def test_a_mistyped_word_is_refused_with_what_may_have_been_meant(ptdbench, capsys, words, remedy):
+    with pytest.raises(SystemExit) as ended:
+        ptdbench(*words.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].partition("; ")[2] == remedy
+
+
+#: What a shell does when Tab is pressed after each line.
+COMPLETED = """
+eval "$(python -c 'import argcomplete; print(argcomplete.shellcode(["ptdbench"]))')"
+while IFS= read -r COMP_LINE; do
+    COMP_POINT=${#COMP_LINE} COMP_TYPE=9 COMPREPLY=()
+    read -ra COMP_WORDS <<< "$COMP_LINE"
+    COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    _python_argcomplete ptdbench
+    echo "${COMPREPLY[@]}"
+done
+"""
+
+
+def test_bash_completes_commands_flags_options_and_directories(tmp_path, environ):
+    pytest.importorskip("argcomplete")
+    (tmp_path / "outputs" / "sweep").mkdir(parents=True)
+    lines = {
+        "ptdbench exp": "explain", "ptdbench compare --fail": "--fail-if-slower", "ptdbench report outp": "outputs/",
+        "ptdbench train model=llama_t": "llama_tiny", "ptdbench plan -m parallel=ddp,fs": "ddp,fsdp",
+        "ptdbench sbatch parallel=fsdp train.st": "train.steps=",
+    }  # fmt: skip
+    shell = {**environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"}
+    done = call("bash", "-c", COMPLETED, cwd=tmp_path, environ=shell, told="\n".join([*lines, ""]))
+    assert [line.strip() for line in done.stdout.splitlines()] == [*lines.values()], done.stderr
+
+
 class TestScript:
     def test_it_goes_to_standard_output_and_remarks_do_not(self, ptdbench, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM
-        status, out, err = ptdbench("sbatch", "model=toy", "cluster.nodes=2")
+        status, out, err = ptdbench("sbatch", "-m", "model=toy", "cluster.nodes=2")
         assert (status, out[0]) == (0, "#!/bin/bash")
         assert "#SBATCH --nodes=2" in out
         assert len(err) == 1  # that nobody here knows how many GPUs a node has

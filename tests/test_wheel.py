@@ -108,12 +108,6 @@ def test_version_and_help_name_the_program(programs, shell, tmp_path):
     assert "train.py" not in helped.stdout
 
 
-@pytest.mark.parametrize(("line", "found"), [("ptdbench tr", "train"), ("ptdbench train parallel=h", "parallel=hsdp")])
-def test_shell_completion_works(line, found, shell, tmp_path):
-    done = call("ptdbench", "-sc", "query=bash", cwd=tmp_path, env={**shell, "COMP_LINE": line})
-    assert (done.returncode, found in done.stdout.split()) == (0, True)
-
-
 def test_other_ptdbench_in_the_current_folder_is_refused(shell, tmp_path):
     """The fork server and jobs look there first."""
     (tmp_path / "ptdbench").mkdir()

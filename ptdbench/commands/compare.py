@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ptdbench.problems import Problem, require
-from ptdbench.terminal import command, echo, plural
+from ptdbench.terminal import command, echo, plural, width
 
 if TYPE_CHECKING:
     from ptdbench.records.run_record import RunRecord
@@ -87,9 +87,9 @@ def main(arguments: argparse.Namespace) -> int:
         echo(files.as_text(versus.as_json(comparison, arguments.fail_if_slower) | {"status": status}))
         return status
     titles = tuple(arguments.checkout) or ("before", "after")
-    text.show(versus.render(comparison, titles, shutil.get_terminal_size((110, 24)).columns))
+    text.show(versus.render(comparison, titles, width()))
     for line in versus.gate(comparison, arguments.fail_if_slower) if arguments.fail_if_slower else ():
-        echo(f"--fail-if-slower: {line}")
+        echo(text.wrap(f"--fail-if-slower: {line}", width()))
     shown = shlex.join([os.path.relpath(together)] if together else map(str, folders))
     if together:  # one folder contains all runs
         echo(f"records      {shown}")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
-from ptdbench.terminal import echo
+from ptdbench.terminal import echo, width
 
 HELP = "time and memory breakdown of a step, and why one run is faster than another"
 
@@ -25,12 +24,12 @@ def main(arguments: argparse.Namespace) -> int:
     from ptdbench.report import explanation, text
 
     try:
-        found = explanation.explain(arguments.directory, arguments.against)
+        explained = explanation.explain(arguments.directory, arguments.against)
     except explanation.Refused as refusal:
         echo(str(refusal), sys.stderr)
         return 1
     if arguments.json:
-        echo(files.as_text(explanation.as_json(found)))
+        echo(files.as_text(explanation.as_json(explained)))
     else:
-        text.show(explanation.render(found, shutil.get_terminal_size((110, 24)).columns))
+        text.show(explanation.render(explained, width()))
     return 0

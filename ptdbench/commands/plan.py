@@ -7,16 +7,15 @@ one rank of each kind runs on a virtual GPU.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from ptdbench.commands import add_options
 
 HELP = "predict the memory of each rank, whether it fits, and the largest micro-batch that fits"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``plan``."""
-    parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="as for train.py; lists are compared")
-    parser.add_argument("--config-dir", "-cd", type=Path, metavar="FOLDER", help="one more folder of configurations")
-    parser.add_argument("--multirun", "-m", action="store_true", help="as for train.py; lists need no -m here")
+    add_options(parser, "a list makes a row for each value")
     parser.add_argument("--json", action="store_true", help="print the records as JSON instead of a table")
     parser.add_argument("--again", action="store_true", help="ignore cached plans")
     parser.epilog = (
@@ -29,4 +28,4 @@ def main(arguments: argparse.Namespace) -> int:
     """Plan, and print a table; never returns, as runs may leave threads that keep this process alive."""
     from ptdbench import entry
 
-    entry.exit_with(lambda: entry.plan(arguments.overrides, arguments.config_dir, arguments.json, arguments.again))
+    entry.exit_with(lambda: entry.plan(arguments))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
+from ptdbench.commands import add_options
 from ptdbench.terminal import echo
 
 HELP = "write a plain SLURM script for a run, or a sweep with one node and rank count"
@@ -13,8 +13,7 @@ HELP = "write a plain SLURM script for a run, or a sweep with one node and rank 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``sbatch``."""
-    parser.add_argument("overrides", nargs="*", help="as for train")
-    parser.add_argument("--config-dir", "-cd", type=Path, help="one more folder of configurations, as for train")
+    add_options(parser, "lists run in one job, one run after the other")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -22,9 +21,10 @@ def main(arguments: argparse.Namespace) -> int:
     from ptdbench import search_path
 
     search_path.add_current()
+    from ptdbench.setup import compose
     from ptdbench.sweep import requests
 
-    text, remarks = requests.write_script(arguments.overrides, arguments.config_dir)
+    text, remarks = requests.write_script(arguments.overrides, compose.source(arguments))
     echo(text.removesuffix("\n"))
     for remark in remarks:
         echo(remark, sys.stderr)

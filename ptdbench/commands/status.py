@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ptdbench.terminal import echo
 
-HELP = "the state of every run of a sweep: queue, step, result, startup time"
+HELP = "the state of every run of a sweep, and its final table once all have ended"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the table; the exit status is 1 if a run was not ok or was killed, or nothing can be shown."""
+    """Print how each run goes, or the final table if all have ended.
+
+    The exit status is 1 if a run was not ok or was killed, or nothing can be shown.
+    """
     from ptdbench import files
     from ptdbench.records import store
     from ptdbench.sweep import status, watch
@@ -31,6 +34,17 @@ def main(arguments: argparse.Namespace) -> int:
         none = f"{directory}: there is no run and no sweep; give a directory below outputs"
         echo(store.without_runs(directory) if store.is_sweep(directory) else none, sys.stderr)
         return 1
-    width = shutil.get_terminal_size((0, 0)).columns or None  # all of it in a file, unless COLUMNS is set
-    echo(files.as_text(watch.as_json(sweep)) if arguments.json else watch.table_text(sweep, width))
-    return int(bool(sweep.killed) or any(run.is_over and run.record.status != "ok" for run in sweep.runs))
+    ok = not sweep.killed and all(run.record.status == "ok" for run in sweep.runs if run.is_over)
+    if arguments.json:
+        echo(files.as_text(watch.as_json(sweep)))
+        return int(not ok)
+    is_one = store.is_sweep(directory) or (directory / store.RECORD).exists()
+    is_final = is_one and sweep.is_over and not sweep.damage
+    if not is_final or any(run.job for run in sweep.runs):
+        width = shutil.get_terminal_size((0, 0)).columns or None  # all of it in a file, unless COLUMNS is set
+        echo(watch.table_text(sweep, width, explains=not is_final))
+    if is_final:
+        from ptdbench.report import table
+
+        table.show_results(directory)
+    return int(not ok)

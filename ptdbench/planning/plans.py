@@ -30,9 +30,10 @@ from ptdbench.problems import ConfigError, ErrorCollector, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import affects
 from ptdbench.setup import choices, commandline, compose, hydra_options, hydra_output, runs
-from ptdbench.setup.compose import Composed
+from ptdbench.setup.compose import Composed, Source
 from ptdbench.setup.config import Config, Slurm
-from ptdbench.terminal import echo
+from ptdbench.terminal import echo, plural
+from ptdbench.units import span_text
 
 if TYPE_CHECKING:
     from ptdbench.planning.tries import CarryOut
@@ -63,32 +64,40 @@ class Planned:
     stopped: local.Stopped | None  #: The signal because of which the remaining ones are missing, if any.
 
 
-def composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
+def composed(overrides: Sequence[str], source: Source | None = None) -> Composed:
     """Return the configurations of a command line.
 
     Raises:
         ConfigError: The command line is invalid, or cannot be planned.
     """
-    extra = str(config_dir) if config_dir else None
-    found = compose.compose_all(overrides, True, compose.Source(compose.conf_folder(), extra=extra))
+    found = compose.compose_all(overrides, True, source)
+    cluster = found.configs[0].cluster
+    if isinstance(cluster, Slurm):
+        return composed(_without_jobs(overrides, cluster), source)
     problems = ErrorCollector()
     for read in found.configs:
         problems.catch(choices.virtual, read)
     problems.close()
-    cluster = found.configs[0].cluster
     require(
         *hydra_options.unresolved(found),
         Problem(commandline.SWEEPER, found.sweeper, "a plan is of layouts that are known", "give lists of values")
         if found.searches
-        else None,
-        Problem("cluster", cluster.name, "a plan is made on this machine", "omit it, and give cluster.nodes")
-        if isinstance(cluster, Slurm)
         else None,
     )
     if not any(word.startswith("hydra.sweep.dir=") for word in overrides):
         with read_write(found.hydra), open_dict(found.hydra):
             found.hydra.sweep.dir = str(found.hydra.sweep.dir).removesuffix("_sweep") + "_plan"
     return found
+
+
+def _without_jobs(overrides: Sequence[str], cluster: Slurm) -> list[str]:
+    """Return overrides for the same ranks without SLURM: a plan is made on this machine."""
+    shape = {"cluster.nodes": cluster.nodes, "cluster.ranks_per_node": cluster.ranks_per_node}
+    if shape["cluster.ranks_per_node"] == "auto" and cluster.gpus_per_node:
+        shape["cluster.ranks_per_node"] = cluster.gpus_per_node
+    kept = [word for word in overrides if not commandline.is_cluster(word) or commandline.option(word) in shape]
+    typed = set(map(commandline.option, kept))
+    return ["cluster=local", *kept, *(f"{name}={value}" for name, value in shape.items() if name not in typed)]
 
 
 def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, carry_out: CarryOut) -> Planned:
@@ -116,7 +125,7 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
     directory = hydra_output.claim(of, None)
     records, stopped = [], None
     try:
-        with closing(_made(lacking, prepare, carry_out)) as made:
+        with closing(_paced(lacking, prepare, carry_out)) as made:
             for run, cached in zip(runs.of(of, repeats=False), found, strict=True):
                 place = directory / run.subdirectory
                 draft = record.begin(run.config.resolved, place, {}, run.overrides)
@@ -138,6 +147,21 @@ class _Lacking:
     is_free: bool  #: Whether no global batch was given.
     title: str  #: Its title in the display.
     key: dict[str, Any] | None  #: Its cache key; ``None`` if it cannot be cached.
+
+
+def _paced(lacking: Sequence[_Lacking], prepare: Prepare, carry_out: CarryOut) -> Generator[dict[str, Any]]:
+    """Make plans and yield the fields of each; say what takes long, and how long the others will take at this pace."""
+    if compiled := sum(bool(one.config.general.compile) for one in lacking):
+        what = f"{plural(compiled, 'row')} to compile, once for each micro-batch that is tried"
+        echo(f"{what}: this takes most of the time", sys.stderr)
+    began = time.monotonic()
+    with closing(_made(lacking, prepare, carry_out)) as made:
+        for number, fields in enumerate(made, 1):
+            if left := len(lacking) - number:
+                spent = time.monotonic() - began
+                pace = f"about {span_text(spent / number * left)} to go at this pace"
+                echo(f"planned {number} of {len(lacking)} rows in {span_text(spent)}, {pace}", sys.stderr)
+            yield fields
 
 
 def _made(lacking: Sequence[_Lacking], prepare: Prepare, carry_out: CarryOut) -> Generator[dict[str, Any]]:

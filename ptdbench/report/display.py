@@ -158,6 +158,7 @@ class Display:
     ) -> None:
         self.total_steps = 0  #: Steps of the whole run; may change during the run.
         self.remark = ""  #: Text to show beside the loss.
+        self.devices: tuple[int, str] = (1, "rank")  #: ``(8, "GPU")``: throughput is also shown for each of several.
         #: The last step whose loss is on record, counted from 1, and that loss: the mean over all replicas.
         self.loss: tuple[int, float] | None = None
         self._heading, self._stays, self._clock = heading, stays, clock
@@ -321,7 +322,9 @@ class Display:
         """Return the texts after the step, in display order."""
         texts = {}
         if (rate := self._rate) is not None:
+            count, device = self.devices
             texts["rate"] = f"{three_digits(rate)} {self._unit}/s"
+            texts |= {"each": f"({three_digits(rate / count)} a {device})"} if count > 1 else {}
         if self.loss:
             step, loss = self.loss
             texts["loss"] = f"loss {loss:.4f}" + (f" (step {step})" if step < self._done else "")
@@ -351,7 +354,7 @@ class Display:
 
 def _fitting(figures: dict[str, str], room: int) -> str:
     """Return as many of the figures as fit."""
-    for least in ("remark", "loss", "sweep", "rate"):
+    for least in ("remark", "each", "loss", "sweep", "rate"):
         if len("  ".join(figures.values())) > room:
             figures.pop(least, None)
     return "  ".join(figures.values())

@@ -6,6 +6,7 @@ import json
 import os
 import pkgutil
 import shlex
+import sys
 from collections.abc import Collection, Sequence
 from importlib import import_module
 from operator import attrgetter
@@ -23,17 +24,35 @@ from ptdbench.measure.results import Findings
 from ptdbench.problems import first_line
 from ptdbench.profiling import perfetto
 from ptdbench.records.run_record import RunRecord
-from ptdbench.records.store import RECORD, RESULTS
+from ptdbench.records.store import RECORD, RESULTS, is_sweep, read_record, read_results
 from ptdbench.report import columns, recorded_phases, text, virtual
 from ptdbench.report.columns import Row, Section
 from ptdbench.report.labels import names
 from ptdbench.report.remarks import reason
 from ptdbench.report.text import MISSING, Column, wrap
-from ptdbench.terminal import command
+from ptdbench.terminal import command, echo
+from ptdbench.terminal import width as columns_of_terminal
 from ptdbench.units import size_text, three_digits
 
 #: Maximum lines of third-party results to show, and characters of each.
 _MOST_LINES, _LONGEST = 60, 200
+
+
+def show_results(directory: Path, typed: Collection[str] = ()) -> list[RunRecord]:
+    """Print the final table of a run or a sweep, and where to read on; return its records.
+
+    ``typed`` is as for :func:`of_workload`. Prints nothing if a signal arrived before the first run began.
+    """
+    if is_sweep(directory):
+        records = read_results(directory, lambda damage: echo(damage, sys.stderr))
+    else:
+        records = [read_record(directory)] if (directory / RECORD).exists() else []
+    if records:
+        width = columns_of_terminal()
+        plans = all(record.kind == "planned" for record in records)
+        text.show(of_plans(records, width) if plans else render(records, width, typed))
+        echo(closing_lines(directory, records))
+    return records
 
 
 def render(records: Sequence[RunRecord], width: int = 100, typed: Collection[str] = ()) -> str:
@@ -56,22 +75,22 @@ SEARCHED = "optimization_results.yaml"
 def closing_lines(directory: Path, records: Sequence[RunRecord] = ()) -> str:
     """Return where the records of a run or a sweep are, and the commands for phases, curves and a report."""
     shown = shlex.quote(os.path.relpath(directory))
-    is_sweep = (directory / RESULTS).exists()
-    lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
+    of_sweep = (directory / RESULTS).exists()
+    lines = [f"records      {shown}/{RESULTS if of_sweep else RECORD}"]
     if any(recorded_phases.missing(record) is None for record in records):
         lines.append(f"phases       {command('explain')} {shown}")
     elif any(map(virtual.has_figures, records)):
         lines.append(f"memory       {command('explain')} {shown}")
-    if is_sweep:
+    if of_sweep:
         lines.append(f"report       {command('report')} {shown}")
     for title, name in (("trace", perfetto.NAME), ("memory", perfetto.MEMORY)):
         if traces := [*directory.rglob(name)]:
             folder = "/".join([shown, *("*" for _ in traces[0].relative_to(directory).parts[1:])])
             size = size_text(sum(path.stat().st_size for path in traces))
-            lines.append(f"{title:12} {folder}/{name} ({size}), for https://ui.perfetto.dev")
+            lines.append(f"{title:12} {folder}/{name} ({size})\n{'':12} (open it at https://ui.perfetto.dev)")
     if any(directory.rglob("events.*")):
         lines.append(f"TensorBoard  tensorboard --logdir {shown}")
-        if is_sweep:
+        if of_sweep:
             lines.append("             (HPARAMS tab: sort by summary/throughput)")
     if (directory / SEARCHED).exists():
         lines.append(f"search       {shown}/{SEARCHED}")

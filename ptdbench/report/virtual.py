@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from msgspec.structs import astuple
 
+from ptdbench.grouping import grouped
+from ptdbench.problems import in_shell
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Plan, Virtual
 from ptdbench.report.text import drawn, figure_text, wrap
-from ptdbench.terminal import rank_names
+from ptdbench.terminal import command, rank_names
 from ptdbench.units import gib_text, size_text
 
 
@@ -100,6 +103,25 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
     for plan in (record.plan for record in records):
         if plan.capacity_bytes and plan.reason:
             yield f"memory: {plan.capacity_of}"
+
+
+def measuring(records: Sequence[RunRecord], width: int = 80) -> str:
+    """Return the command that measures the plans that fit, wrapped for a shell; empty if none is known to fit."""
+    fitting = [record for record in records if record.plan.fits]
+    pairs = [word.partition("=") for record in fitting for word in record.overrides or []]
+    values = grouped((name, value) for name, _, value in dict.fromkeys(pairs))
+    options = {
+        name: ",".join(of_option)
+        for name, of_option in values.items()
+        if name.lstrip("+~").partition(".")[0] != "virtual" and not name.startswith("repeat")
+    }
+    if options.get("train.micro_batch") == "max":
+        options["train.micro_batch"] = "best"
+        options.setdefault("train.global_batch", str(math.lcm(*(record.global_batch or 1 for record in fitting))))
+    if any(name == "cluster.nodes" and value != "1" for name, value in options.items()):
+        options = {"cluster": "slurm", **options}
+    words = [command(), "-m", *(in_shell(name, value) for name, value in options.items()), "repeat=5"]
+    return " \\\n".join(wrap(" ".join(words), width - 2).splitlines()) if fitting else ""
 
 
 def _stands_for(record: RunRecord) -> str:

@@ -17,7 +17,7 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import ListConfig, OmegaConf
 
-from ptdbench.problems import ConfigError, Problem
+from ptdbench.problems import ConfigError, Problem, meant
 from ptdbench.terminal import command
 
 LAUNCHER = "hydra/launcher"
@@ -71,6 +71,7 @@ def parse() -> argparse.Namespace:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
+        message = meant(message, parser._option_string_actions, sys.argv[1:])
         problem = Problem("command line", " ".join(sys.argv[1:]), message, f"see {command()} --help")
         raise ConfigError([problem])
 
@@ -78,6 +79,8 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_intermixed_args()  # flags between overrides, too
     if arguments.experimental_rerun:
         refuse("--experimental-rerun would have no effect: resume=RUN continues a run")
+    if arguments.shell_completion and Path(sys.argv[0]).name == "ptdbench":
+        refuse('commands are completed after: eval "$(register-python-argcomplete ptdbench)"')
     if arguments.resolve and not arguments.cfg:
         refuse("--resolve goes with --cfg")
     if arguments.run and arguments.multirun:

@@ -6,6 +6,7 @@ misspelling in the middle of the sweep. Its refusals are explained with the near
 
 from __future__ import annotations
 
+import argparse
 import copy
 import itertools
 import random
@@ -66,6 +67,16 @@ class Source:
     name: str = "config"  #: The primary configuration in it.
     extra: str | None = None  #: One more folder of configurations, Hydra's ``--config-dir``.
 
+    @property
+    def flags(self) -> list[str]:
+        """The flags that choose this source from any folder, as words."""
+        chosen = {
+            "--config-path": None if self.conf == conf_folder() else self.conf.resolve(),
+            "--config-name": None if self.name == "config" else self.name,
+            "--config-dir": None if self.extra is None else Path(self.extra).resolve(),
+        }
+        return [str(word) for flag, value in chosen.items() if value for word in (flag, value)]
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """Let Hydra read the source within the context; raises ConfigError if a folder is missing."""
@@ -77,6 +88,12 @@ class Source:
                 search_in(Path(self.extra).resolve())
             _set_sweepers()
             yield
+
+
+def source(arguments: argparse.Namespace) -> Source:
+    """Return the source that the flags of a command line choose."""
+    conf = Path(arguments.config_path).resolve() if arguments.config_path else conf_folder()
+    return Source(conf, arguments.config_name or "config", arguments.config_dir)
 
 
 def _set_sweepers() -> None:

@@ -24,7 +24,7 @@ from ptdbench.records import record, store
 from ptdbench.records.effects import leaves
 from ptdbench.setup import choices, commandline, compose, config, run_spec
 from ptdbench.setup import runs as setup_runs
-from ptdbench.setup.compose import Composed
+from ptdbench.setup.compose import Composed, Source
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.runs import Run, Shape
 from ptdbench.sweep import container, resources
@@ -164,7 +164,7 @@ def _runnable(runs: list[Run]) -> list[Run]:
     return runs
 
 
-def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
+def write_script(overrides: Sequence[str], source: Source | None = None) -> tuple[str, list[str]]:
     """Return a script for sbatch, and remarks, such as what this machine's SLURM would refuse.
 
     Overrides are as for ``train.py``; ``cluster`` is ``slurm`` unless they or files choose another one. Lists make a
@@ -173,11 +173,13 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     Raises:
         ConfigError: The overrides are invalid, or request jobs of several shapes.
     """
-    extra = str(config_dir.resolve()) if config_dir else None
-    source = compose.Source(compose.conf_folder(), extra=extra)
+    source = source or Source(compose.conf_folder())
     own = [override for override in overrides if not commandline.is_cluster(override)]
+    is_chosen = "cluster" in map(commandline.option, overrides)
+    if is_chosen:  # files may choose several, which this one replaces
+        own = ["cluster=local", *own]
     in_files = compose.compose_all(own, True, source)
-    is_chosen = "cluster" in map(commandline.option, overrides) or all(map(_has_jobs, in_files.configs))
+    is_chosen = is_chosen or all(map(_has_jobs, in_files.configs))
     composed = compose.compose_all([*overrides, *([] if is_chosen else ["cluster=slurm"])], True, source)
     first = composed.configs[0]
     cluster = first.cluster
@@ -195,10 +197,9 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     # Also for a list or a glob with a single value, whose run has other overrides than were typed.
     sweep = ["-m"] if len(composed.configs) > 1 or {*composed.overrides[0]} - {*composed.typed} else []
     name = "sweep" if sweep else store.file_name(first.label)
-    flags = [*sweep, *(["--config-dir", extra] if extra else [])]
     checkout = compose.conf_folder().with_name("train.py")  # works without an installed ptdbench
     program = [str(checkout)] if checkout.exists() else ["-m", "ptdbench", "train"]
-    words = [sys.executable, *program, *flags, *_on_ranks(own, in_files, shape)]
+    words = [sys.executable, *program, *sweep, *source.flags, *_on_ranks(own, in_files, shape)]
     used = container.folders(first, None)
     step = container.enter(resources.Step(words), cluster.container, shape, used)
     text = resources.script(cluster, shape, f"ptdbench-{name}", [step], resources.Output("ptdbench-%j.log"))
@@ -271,8 +272,11 @@ def _on_ranks(own: Sequence[str], in_files: Composed, shape: Shape) -> list[str]
         own = ["cluster=local", *own]
         in_files = compose.compose_all(own, True, in_files.source)
     of_ranks = {option.name for option in fields(config.Cluster)}
-    of_jobs = {name for read in in_files.configs for name in read.resolved["cluster"]} - of_ranks
-    typed = [*own, *(f"~cluster.{name}" for name in sorted(of_jobs))]
+    of_jobs = [read.resolved["cluster"].keys() - of_ranks for read in in_files.configs]
+    in_all = set.intersection(*of_jobs)
+    typed = list(own)
+    for name in sorted(set.union(*of_jobs)):  # it must exist to be deleted
+        typed += [f"++cluster.{name}=null"] * (name not in in_all) + [f"~cluster.{name}"]
     typed += [f"cluster.nodes={shape.nodes}", f"cluster.ranks_per_node={shape.ranks_per_node}"]
     return [*typed, *([f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else [])]
 

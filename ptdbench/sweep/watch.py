@@ -170,13 +170,21 @@ def table_lines(sweep: Sweep, width: int | None = None, most: int | None = None)
     return [cropped(line, width) for line in lines], gone
 
 
-def table_text(sweep: Sweep, width: int | None = None) -> str:
-    """Return the table as plain text, then omitted columns, reasons and how to resume; see :func:`table_lines`."""
+def table_text(sweep: Sweep, width: int | None = None, explains: bool = True) -> str:
+    """Return the table as plain text, then omitted columns, reasons and how to resume; see :func:`table_lines`.
+
+    Without ``explains``, reasons are left to another table.
+    """
     lines, gone = table_lines(sweep, width)
-    is_timed = "startup s" not in gone and any(_startup(run) != MISSING for run in sweep.runs)
-    meant = [f"startup s: {' + '.join(STARTUP).replace('_', ' ')}"] if is_timed else []
-    below = [wrap(line, width) for line in (*text.left_out(gone, width), *meant, *reasons(sweep))]
+    why = reasons(sweep) if explains else ()
+    below = [wrap(line, width) for line in (*text.left_out(gone, width), *_legend(sweep, gone), *why)]
     return "\n".join([*lines, *below, *(f"killed; resume with {resume.command(*one)}" for one in sweep.killed.items())])
+
+
+def _legend(sweep: Sweep, gone: Sequence[str]) -> list[str]:
+    """Return what the parts of the startup time are, if the table shows any; ``gone`` are the omitted headings."""
+    is_timed = "startup s" not in gone and any(_startup(run) != MISSING for run in sweep.runs)
+    return [f"startup s: {' + '.join(STARTUP).replace('_', ' ')}"] if is_timed else []
 
 
 #: Seconds between two queries of the queue: short while the user waits for the first job, later longer to spare SLURM.
@@ -266,7 +274,8 @@ class _Table(Live):
             below += f"; {len(sweep.runs) - room} more are not shown"
         if sweep.silence:
             below += f"; SLURM does not answer: {plain(' '.join(sweep.silence.split()))}"
-        lines = [*table_lines(sweep, self.console.width, room)[0], cropped(below, self.console.width)]
+        rows, gone = table_lines(sweep, self.console.width, room)
+        lines = [*rows, cropped("; ".join([below, *_legend(sweep, gone)]), self.console.width)]
         self.update(Text("\n".join(lines), no_wrap=True), refresh=True)
 
 

@@ -275,6 +275,7 @@ def reporter(job: Job, loop: StepLoop, steps: int) -> Callable[[int], None]:
     unit = "tokens" if per_sample else "samples"
     batch = None if job.spec.virtual else job.training.layout.global_batch  # virtual GPUs have no rate
     name = "first step, compiling" if job.spec.config.general.compile else "first step"
+    display.devices = job.world.size, "GPU" if job.device.type == "cuda" else "rank"
     display.begin_steps(loop.done, steps, unit, batch and batch * (per_sample or 1), name)
     in_job = shows and not job.world.started_by.has_parent
     file = ProgressFile(job.directory, unit) if in_job else None

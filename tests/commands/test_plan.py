@@ -45,7 +45,7 @@ def plan(environ: dict[str, str], folder: Path, *words: str) -> subprocess.Compl
 
 def small(*words: str) -> Config:
     """The configuration of a small model on GPUs that are not there."""
-    (asked,) = plans.composed([*SMALL, "virtual=h100", *words], None).configs
+    (asked,) = plans.composed([*SMALL, "virtual=h100", *words]).configs
     return asked
 
 
@@ -189,16 +189,18 @@ def test_without_virtual_gpus_the_training_state_is_known(environ, tmp_path, mac
     assert said in done.stdout
 
 
+def test_a_command_line_that_is_no_plan_is_one_line():
+    with pytest.raises(ConfigError, match=re.escape("model.heads=interval(1,2): is a range")):
+        plans.composed([*SMALL, "virtual=h100", "model.heads=interval(1,2)"])
+
+
 @pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("cluster=slurm", "cluster=slurm: a plan is made on this machine; omit it, and give cluster.nodes"),
-        ("model.heads=interval(1,2)", "model.heads=interval(1,2): is a range"),
-    ],
+    ("shape", "ranks"), [("gpus_per_node=4", 4), ("ranks_per_node=2", 2), ("gpus_per_node=0", "auto")]
 )
-def test_a_command_line_that_is_no_plan_is_one_line(word, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        plans.composed([*SMALL, "virtual=h100", word], None)
+def test_the_shape_of_slurm_jobs_is_planned(shape, ranks):
+    words = ["model=toy", "virtual=h100", "cluster=slurm", "cluster.time_minutes=5", f"cluster.{shape}"]
+    (read,) = plans.composed([*words, "cluster.nodes=3"]).configs
+    assert (read.cluster.name, read.cluster.nodes, read.cluster.ranks_per_node) == ("local", 3, ranks)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +338,7 @@ def test_a_plan_that_is_stopped_has_what_is_done(monkeypatch, tmp_path):
 
     monkeypatch.setattr(plans, "_made", made)
     words = [*SMALL, "parallel=ddp,fsdp", f"hydra.sweep.dir={tmp_path}"]
-    planned = plans.make(plans.composed(words, None), words, True, nothing, nothing)
+    planned = plans.make(plans.composed(words), words, True, nothing, nothing)
     assert [(one["parallel"], one["status"]) for one in planned.records] == [("ddp", "ok")]
     assert str(planned.stopped) == "stopped by SIGINT"
 
@@ -350,7 +352,7 @@ def test_a_plan_that_is_stopped_has_what_is_done(monkeypatch, tmp_path):
     ],
 )
 def test_a_batch_that_all_ranks_can_divide_is_found_where_the_nodes_are_not_given(words, factor):
-    (asked,) = plans.composed(["model=toy", *words.split()], None).configs
+    (asked,) = plans.composed(["model=toy", *words.split()]).configs
     assert asked.cluster.nodes == "auto"
     assert memory_plan._with_any_batch(asked).train.global_batch == factor * memory_plan._ANY_BATCH
 

@@ -88,6 +88,13 @@ class TestLines:
             "gpt_tiny ddp  step 100/100  2,048 tokens/s  loss 2.5000  held-out 97.2 %  0:00 left",
         ]
 
+    def test_of_several_devices_the_rate_of_each_is_shown(self, stream, wall):
+        display = shown(stream, wall)
+        display.devices = (8, "GPU")
+        display.begin_steps(0, 10, "tokens", 2048)
+        display.conclude(4096.0)
+        assert "step 0/10  4,096 tokens/s  (512 a GPU)" in stream.getvalue()
+
     def test_when_a_line_is_due(self, stream, wall):
         display = begun(stream, wall)
         assert not display.due(1e9)

@@ -114,6 +114,14 @@ def test_out_of_memory_says_what_to_try(fields, tried):
     assert reason(record) == f"oom on rank 1: RuntimeError: no room{tried}"
 
 
+def test_the_throughput_of_each_rank_stands_beside_that_of_all():
+    assert "tokens/s/rank" not in render([run(world_size=1)], 200)
+    text = render([run(tokens_per_second=1000.0, world_size=4), run("single", 300.0, world_size=1)], 200)
+    assert [row[5] for row in cells(text)] == ["250", "300"]
+    of_gpus = run(environment={"devices": ["H100"]})
+    assert " tokens/s  tokens/s/GPU " in render([of_gpus], 200)
+
+
 def test_models_have_tables_of_their_own():
     images = run("ddp", None, model="resnet18")
     text = render([run("fsdp"), images, run("ddp")])
@@ -245,7 +253,8 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
     assert closing_lines(single, [DDP]).splitlines() == [
         "records      'out puts/0'/record.json",
         f"phases       {command('explain')} 'out puts/0'",
-        "trace        'out puts/0'/trace.json.gz (2 KiB), for https://ui.perfetto.dev",
+        "trace        'out puts/0'/trace.json.gz (2 KiB)",
+        "             (open it at https://ui.perfetto.dev)",
         "TensorBoard  tensorboard --logdir 'out puts/0'",
     ]
     append_result(sweep, run().written)
@@ -253,14 +262,16 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
         "records      'out puts'/results.jsonl",
         f"phases       {command('explain')} 'out puts'",
         f"report       {command('report')} 'out puts'",
-        "trace        'out puts'/*/trace.json.gz (2 KiB), for https://ui.perfetto.dev",
+        "trace        'out puts'/*/trace.json.gz (2 KiB)",
+        "             (open it at https://ui.perfetto.dev)",
         "TensorBoard  tensorboard --logdir 'out puts'",
         "             (HPARAMS tab: sort by summary/throughput)",
     ]
     (sweep / "nested").mkdir()
     single.rename(sweep / "nested" / "0")
-    assert closing_lines(sweep, [run()]).splitlines()[2:4] == [
-        "trace        'out puts'/*/*/trace.json.gz (2 KiB), for https://ui.perfetto.dev",
+    assert closing_lines(sweep, [run()]).splitlines()[2:5] == [
+        "trace        'out puts'/*/*/trace.json.gz (2 KiB)",
+        "             (open it at https://ui.perfetto.dev)",
         "TensorBoard  tensorboard --logdir 'out puts'",
     ]
 

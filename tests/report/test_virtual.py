@@ -1,11 +1,14 @@
 """What is said of runs on GPUs that are not there."""
 
+import shlex
+
 from ptdbench.commands.report import _titles
 from ptdbench.report import virtual
 from ptdbench.report.markdown import markdown
 from ptdbench.report.page.document import content
 from ptdbench.report.remarks import reason
 from ptdbench.report.table import of_plans, render
+from ptdbench.terminal import command
 from tests.report.made import loaded, made, run
 
 GIB = 2**30
@@ -108,7 +111,7 @@ def test_a_plan_is_the_rank_that_needs_most_by_kind_of_memory():
     assert " ".join(fsdp.split()) == "fsdp 256 131 2.00 - - 1.00 4.00 5.00 1.00 10.0 3.00 yes 8"
     assert " ".join(ddp.split()) == "ddp 256 - 3.00 1.00 6.00 - - - - - - ? -"
     assert told[0] == "ddp: only the training state is known: no GPU"
-    assert told[1].startswith("left: of 9.0 GiB usable (10.0 GiB of an H200 less memory_reserve), after torch's reserved")
+    assert told[1].startswith("left: of 9.0 GiB usable (10.0 GiB of an H200 less memory_reserve), after torch's")
     assert told[2].endswith("simulated: rank 0 (stands for 128 ranks) and rank 131 (stands for 128 ranks)")
     one_more = planned | {"plan": {**found, "stands_for": [255, 1]}}
     assert "simulated: rank 0 (stands for 255 ranks) and rank 131\n" in of_plans([one_more], 300) + "\n"
@@ -118,6 +121,21 @@ def test_a_plan_is_the_rank_that_needs_most_by_kind_of_memory():
     assert "samples that wait" not in "".join(told)
     waits = planned | {"plan": {**found, "outside": {"samples": GIB}}}
     assert "memory, the samples that wait for their pass and the" in of_plans([waits], 300)
+
+
+def test_below_plans_stands_how_to_measure_those_that_fit():
+    def plan(fits, *typed):
+        words = [*typed, "train.micro_batch=max", "virtual=h100", "cluster.nodes=2"]
+        return run(kind="planned", plan={"fits": fits}, overrides=words, global_batch=16 if fits else 128)
+
+    plans = [plan(True, "parallel=fsdp"), plan(False, "parallel=ddp"), plan(True, "parallel=pdp", "model.name='a b'")]
+    assert virtual.measuring(plans[1:2]) == ""
+    lines = virtual.measuring(plans).split(" \\\n")
+    assert max(map(len, lines)) <= 78
+    assert shlex.split(" ".join(lines).removeprefix(command())) == [
+        "-m", "cluster=slurm", "parallel=fsdp,pdp", "train.micro_batch=best", "cluster.nodes=2", "model.name='a b'",
+        "train.global_batch=16", "repeat=5",
+    ]  # fmt: skip
 
 
 def test_a_report_of_plans_has_their_columns_and_what_does_not_fit_is_no_failed_run():

@@ -71,7 +71,7 @@ def test_lists_are_a_sweep_in_one_job_and_what_auto_came_to_is_stated():
 def test_what_is_for_sbatch_leaves_nothing_in_the_command(overrides, expected):
     flags, command = written(*overrides)
     assert expected <= set(flags)
-    own = [word for word in command if word.lstrip("+")[:2] in ("cl", "hy")]
+    own = [word for word in command if word.lstrip("+")[:2] in ("cl", "hy") and word != "cluster=local"]
     assert own == ["cluster.nodes=1", "cluster.ranks_per_node=2"]
 
 
@@ -87,14 +87,26 @@ def test_a_cluster_in_a_file_is_the_scripts_and_not_the_ranks(tmp_path, chosen, 
     (tmp_path / "experiment").mkdir()
     text = f"# @package _global_\n{chosen}\ncluster:\n  time_minutes: 5\n  nodes: 2\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
-    script, _ = requests.write_script(["experiment=mine", "model=toy", "device=cpu"], tmp_path)
+    source = Source(conf_folder(), extra=str(tmp_path))
+    script, _ = requests.write_script(["experiment=mine", "model=toy", "device=cpu"], source)
     flags, command = read(script)
     assert {flag, "--time=5", "--nodes=2"} <= set(flags)
     own = command[command.index(str(tmp_path)) + 1 :]
     assert own[: own.index("experiment=mine")] == first
-    composed = compose_all(own, source=Source(conf_folder(), extra=str(tmp_path)))
+    composed = compose_all(own, source=source)
     cluster = composed.configs[0].cluster
     assert (type(cluster), cluster.nodes, cluster.ranks_per_node) == (Cluster, 2, 2)
+
+
+def test_a_typed_cluster_replaces_what_only_some_files_choose(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    for name, text in (("plain", ""), ("on_slurm", "defaults: [override /cluster: slurm]\ncluster: {qos: null}")):
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\nseed: 0\n")
+    source = Source(conf_folder(), extra=str(tmp_path))
+    words = ["experiment=plain,on_slurm", "model=toy", "device=cpu", "cluster=slurm"]
+    _, command = read(requests.write_script(words, source)[0])
+    composed = compose_all(command[command.index("cluster=local") :], multirun=True, source=source)
+    assert [type(one.cluster) for one in composed.configs] == [Cluster, Cluster]
 
 
 @pytest.mark.parametrize(
