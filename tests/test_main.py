@@ -35,23 +35,22 @@ def ptdbench(monkeypatch, capsys):
 
 
 class TestStatus:
-    def test_of_a_sweep_that_goes_on_and_of_which_a_run_fails(self, sweep, ptdbench):
+    def test_of_a_sweep_that_goes_on(self, sweep, ptdbench):
         for number in (0, 1):
             sweep.begin(number)
         sweep.end(0)
         status, out, err = ptdbench("status", sweep.path)
         assert (status, "unfinished" in out[3], err) == (0, True, [])
-        sweep.end(1, **failure(), model="toy", parallel="fsdp")
 
     def test_of_a_sweep_that_has_ended_is_its_final_table(self, sweep, ptdbench):
-        sweep.begin(0), sweep.begin(1)
-        sweep.end(0, model="toy", parallel="ddp")
-        sweep.end(1, model="toy", parallel="fsdp", **failure())
-        status, out, _ = ptdbench("status", sweep.path)
-        assert status == 1
-        assert [line.split()[-1] for line in out[3:5]] == ["ok", "failed"]
-        assert "fsdp: failed on rank 1: RuntimeError: on purpose" in out
-        assert out[-1].startswith("report       ")
+        for number, outcome in enumerate(({}, failure())):
+            sweep.begin(number)
+            sweep.end(number, model="toy", parallel="ddp", **outcome)
+        status, (title, _, _, row, *below), _ = ptdbench("status", sweep.path)
+        assert (status, title) == (1, "toy · fp32")
+        assert row.endswith("1 ok, 1 failed")
+        assert below[0] == "ddp: failed on rank 1: RuntimeError: on purpose"
+        assert below[-1].startswith("report       ")
 
     def test_as_json(self, sweep, ptdbench):
         """Of a run that goes on how far it is, of one that has ended its record's figures."""

@@ -34,17 +34,14 @@ def main(arguments: argparse.Namespace) -> int:
         none = f"{directory}: there is no run and no sweep; give a directory below outputs"
         echo(store.without_runs(directory) if store.is_sweep(directory) else none, sys.stderr)
         return 1
-    ok = not sweep.killed and all(run.record.status == "ok" for run in sweep.runs if run.is_over)
-    if arguments.json:
-        echo(files.as_text(watch.as_json(sweep)))
-        return int(not ok)
     is_one = store.is_sweep(directory) or (directory / store.RECORD).exists()
-    is_final = is_one and sweep.is_over and not sweep.damage
+    is_final = is_one and sweep.is_over and not (sweep.damage or arguments.json)
+    width = shutil.get_terminal_size((0, 0)).columns or None  # all of it in a file, unless COLUMNS is set
     if not is_final or any(run.job for run in sweep.runs):
-        width = shutil.get_terminal_size((0, 0)).columns or None  # all of it in a file, unless COLUMNS is set
-        echo(watch.table_text(sweep, width, explains=not is_final))
+        explained = watch.table_text(sweep, width, explains=not is_final)
+        echo(files.as_text(watch.as_json(sweep)) if arguments.json else explained)
     if is_final:
         from ptdbench.report import table
 
         table.show_results(directory)
-    return int(not ok)
+    return int(bool(sweep.killed) or any(run.is_over and run.record.status != "ok" for run in sweep.runs))

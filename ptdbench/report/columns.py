@@ -47,7 +47,6 @@ class Column(text.Column[Row]):
     higher_is_better: bool = False  #: Whether the largest figure is the best one.
     always_shown: bool = False  #: Whether every table has it, even without figures.
     needs_several_rows: bool = False  #: Whether it is meaningless for a single row.
-    needs_several_ranks: bool = False  #: Whether it says nothing new if all runs have one rank.
     page_only: bool = False  #: Whether only the page has it.
     #: What the title of a table without room for it says of its text, if all rows have the same.
     in_title: Callable[[str], str] | None = None
@@ -76,8 +75,8 @@ def _rate(row: Row) -> str:
     return f"{figure_text(row.place.rate or row.run.metrics.rate, three_digits)}{margin_text(row.place.margin)}"
 
 
-def _rate_per_device(row: Row) -> float | None:
-    return row.place.rate / row.run.world_size if row.place.rate and row.run.world_size else None
+def _of_each(rate: float | None, ranks: int | None) -> float | None:
+    return rate / ranks if rate and ranks and ranks > 1 else None
 
 
 def _step_time(row: Row) -> str:
@@ -157,8 +156,8 @@ COLUMNS = (
     *(planned(heading) for heading in virtual.PLANNED if heading not in ("allocated", "reserved")),  # those below
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",
            higher_is_better=True),
-    _figure("{unit}/s/{device}", "throughput_per_device", _rate_per_device, three_digits, higher_is_better=True,
-            needs_several_ranks=True, drop_order=0),
+    _figure("{unit}/s/{device}", "throughput_per_device", lambda row: _of_each(row.place.rate, row.run.world_size),
+            three_digits, higher_is_better=True, drop_order=-2),  # it follows from others
     Column("vs best", name="ratio", value=lambda row: row.place.ratio, higher_is_better=True,  # 0.65x (0.63-0.67)
            cell=lambda row: figure_text(row.place.ratio, "{:.2f}x".format) + interval_text(row.place.against_best, 2),
            needs_several_rows=True, drop_order=2, drop_order_with_repeats=5),
@@ -209,16 +208,11 @@ class Section:
 
     def columns(self) -> list[Column]:
         """Return the columns of a table: those with a figure in any row, or always shown."""
-        one_row, one_rank = len(self.rows) == 1, all(row.run.world_size == 1 for row in self.rows)
-        tabled = [
-            column
-            for column in COLUMNS
-            if not (column.page_only or (column.needs_several_rows and one_row))
-            and not (column.needs_several_ranks and one_rank)
-            and (column.always_shown or any(column.cell(row) != MISSING for row in self.rows))
-        ]
+        one_row = len(self.rows) == 1
+        tabled = [one for one in COLUMNS if not one.page_only and not (one.needs_several_rows and one_row)]
+        known = [one for one in tabled if one.always_shown or any(one.cell(row) != MISSING for row in self.rows)]
         device = "GPU" if self.rows[0].run.environment.devices else "rank"
-        return [replace(column, heading=column.heading.format(unit=self.unit, device=device)) for column in tabled]
+        return [replace(one, heading=one.heading.format(unit=self.unit, device=device)) for one in known]
 
 
 def sections(alternatives: Iterable[Alternative]) -> list[Section]:

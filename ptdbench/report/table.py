@@ -16,6 +16,7 @@ from typing import Any
 from hydra.utils import get_object
 from msgspec import convert
 
+from ptdbench import terminal
 from ptdbench.comparison import alternatives
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.ranking import Place
@@ -31,7 +32,6 @@ from ptdbench.report.labels import names
 from ptdbench.report.remarks import reason
 from ptdbench.report.text import MISSING, Column, wrap
 from ptdbench.terminal import command, echo
-from ptdbench.terminal import width as columns_of_terminal
 from ptdbench.units import size_text, three_digits
 
 #: Maximum lines of third-party results to show, and characters of each.
@@ -48,7 +48,7 @@ def show_results(directory: Path, typed: Collection[str] = ()) -> list[RunRecord
     else:
         records = [read_record(directory)] if (directory / RECORD).exists() else []
     if records:
-        width = columns_of_terminal()
+        width = terminal.width()
         plans = all(record.kind == "planned" for record in records)
         text.show(of_plans(records, width) if plans else render(records, width, typed))
         echo(closing_lines(directory, records))
@@ -158,10 +158,10 @@ def _of_model(section: Section, width: int) -> str:
     shown = [column.in_table(repeats, column.heading in alike) for column in possible]
     lines, gone = text.table(shown, rows, width)
     by_place = sorted(shown, key=lambda column: column.drop_order or 0)
-    spared = [column.heading for column in by_place if column.heading in gone and column.heading not in alike]
-    remarks = [*text.left_out(spared, width), *section.remarks, *section.why]
+    spared = [column.heading for column in by_place if column.heading in gone and (column.drop_order or 0) >= 0]
     title = section.title(alike[heading] for heading in gone if heading in alike)
-    return "\n".join([title, *lines, *(wrap(line, width) for line in remarks)])
+    below = [*text.left_out(spared, width), *(wrap(line, width) for line in (*section.remarks, *section.why))]
+    return "\n".join([title, *lines, *below])
 
 
 def of_plans(records: Sequence[RunRecord], width: int) -> str:

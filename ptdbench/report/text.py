@@ -132,7 +132,7 @@ def wrap(text: str, width: int | None, indent: str = "  ") -> str:
 
 def left_out(headings: Sequence[str], width: int | None) -> list[str]:
     """Return a line that names the omitted columns, if there are any."""
-    return [f"left out in {width} columns: {', '.join(headings)}"] if headings else []
+    return [wrap(f"left out in {width} columns: {', '.join(headings)}", width)] if headings else []
 
 
 def _folded(cell: str, size: int) -> list[str]:

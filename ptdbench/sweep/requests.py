@@ -272,11 +272,9 @@ def _on_ranks(own: Sequence[str], in_files: Composed, shape: Shape) -> list[str]
         own = ["cluster=local", *own]
         in_files = compose.compose_all(own, True, in_files.source)
     of_ranks = {option.name for option in fields(config.Cluster)}
-    of_jobs = [read.resolved["cluster"].keys() - of_ranks for read in in_files.configs]
-    in_all = set.intersection(*of_jobs)
-    typed = list(own)
-    for name in sorted(set.union(*of_jobs)):  # it must exist to be deleted
-        typed += [f"++cluster.{name}=null"] * (name not in in_all) + [f"~cluster.{name}"]
+    of_jobs = {name for read in in_files.configs for name in read.resolved["cluster"]} - of_ranks
+    # Set first, as a run without one, or with null, would have nothing to delete.
+    typed = [*own, *(word for name in sorted(of_jobs) for word in (f"++cluster.{name}=0", f"~cluster.{name}"))]
     typed += [f"cluster.nodes={shape.nodes}", f"cluster.ranks_per_node={shape.ranks_per_node}"]
     return [*typed, *([f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else [])]
 

@@ -176,8 +176,8 @@ def table_text(sweep: Sweep, width: int | None = None, explains: bool = True) ->
     Without ``explains``, reasons are left to another table.
     """
     lines, gone = table_lines(sweep, width)
-    why = reasons(sweep) if explains else ()
-    below = [wrap(line, width) for line in (*text.left_out(gone, width), *_legend(sweep, gone), *why)]
+    said = [*_legend(sweep, gone), *(reasons(sweep) if explains else ())]
+    below = [*text.left_out(gone, width), *(wrap(line, width) for line in said)]
     return "\n".join([*lines, *below, *(f"killed; resume with {resume.command(*one)}" for one in sweep.killed.items())])
 
 

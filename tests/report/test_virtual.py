@@ -121,6 +121,7 @@ def test_a_plan_is_the_rank_that_needs_most_by_kind_of_memory():
     assert "samples that wait" not in "".join(told)
     waits = planned | {"plan": {**found, "outside": {"samples": GIB}}}
     assert "memory, the samples that wait for their pass and the" in of_plans([waits], 300)
+    assert max(map(len, of_plans([planned, unknown, evaluates, waits], 80).splitlines())) == 80
 
 
 def test_below_plans_stands_how_to_measure_those_that_fit():
