@@ -92,7 +92,8 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
     if simulated:
         yield (
             "mb: micro-batch; max mb: the largest that fits; gathered: weights gathered by FSDP, and communication "
-            "buffers; simulated: " + "; ".join(dict.fromkeys(map(_stands_for, simulated)))
+            "buffers; outside: CUDA context and NCCL buffers; simulated: "
+            + "; ".join(dict.fromkeys(map(_stands_for, simulated)))
         )
     if any(record.option("eval.every", int) for record in simulated):
         yield "evaluation (eval.every) is left out: a batch of it, of eval.micro_batch samples, may need more"
@@ -169,7 +170,8 @@ def _memory(record: RunRecord, width: int) -> Iterator[str]:
     rows = [[str(rank), *map(size_text, of_rank)] for rank, *of_rank in zip(virtual.ranks or [], *sizes, strict=False)]
     yield drawn(["rank", "allocated", "reserved", *kinds], rows, width, spared=["other", "communication"])
     on_top = f"the CUDA context (about {size_text(virtual.context_bytes or 0)}) and NCCL's buffers come on top"
-    yield wrap(f"reserved: what torch's allocator takes from the GPU; it decides whether a run fits; {on_top}", width)
+    reserved = "reserved: what torch's allocator takes from the GPU, which decides whether a run fits"
+    yield wrap(f"allocated: the tensors at their peak; {reserved}; {on_top}", width)
 
 
 def _kernels(virtual: Virtual, step: str, width: int) -> Iterator[str]:
@@ -188,3 +190,4 @@ def _messages(virtual: Virtual, step: str, width: int) -> Iterator[str]:
     if rows:
         title = f"messages of {step}"
         yield drawn([title, "calls", "bytes", "by formula"], rows, width, words=[title])
+        yield wrap("means over ranks; bytes: sent, or received if more; by formula: expected bytes", width)

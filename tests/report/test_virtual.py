@@ -41,8 +41,8 @@ def test_one_run_is_explained_by_its_ranks_kernels_and_messages():
     assert lines[0] == "fsdp on virtual NVIDIA H200, ranks 0, 131 of 256"
     assert lines[3].split() == ["0", "3", "GiB", "4", "GiB", "1", "GiB", "2", "GiB"]
     assert "10 kernels in a step on rank 0: 10 product" in lines
-    assert lines[-3].split() == ["all_gather", "4", "1,000", "1,000"]
-    assert lines[-2].split() == ["send", "2", "-", "-"]
+    assert lines[-4].split() == ["all_gather", "4", "1,000", "1,000"]
+    assert lines[-3].split() == ["send", "2", "-", "-"]
     assert lines[-1] == "the host launched a step in 34 ms, beside the other ranks on this machine"
 
 
