@@ -151,11 +151,11 @@ def meant(message: str, flags: Iterable[str], words: Sequence[str]) -> str:
 
     ``--model gpt_tiny`` among the ``words`` of the command line becomes ``model=gpt_tiny``.
     """
-    said = re.search(r"unrecognized arguments: (.*)|invalid choice: '(.*?)' \(choose from (.*)\)", message)
-    if said and said[2]:
-        tries = nearest(said[2], re.findall(r"[\w-]+", said[3]))
+    if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+        tries = nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
     else:
-        tries = [_instead(flag, [*flags], words) for flag in (said[1].split() if said else ()) if flag in words]
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        tries = [_instead(flag, [*flags], words) for flag in unknown if flag in words]
     return "; ".join(filter(None, [message, try_these(filter(None, tries))]))
 
 

@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
     is_final = is_one and sweep.is_over and not (sweep.damage or arguments.json)
     width = shutil.get_terminal_size((0, 0)).columns or None  # all of it in a file, unless COLUMNS is set
     if not is_final or any(run.job for run in sweep.runs):
-        explained = watch.table_text(sweep, width, explains=not is_final)
+        explained = watch.table_text(sweep, width, explains=not is_final) + "\n" * is_final
         echo(files.as_text(watch.as_json(sweep)) if arguments.json else explained)
     if is_final:
         from ptdbench.report import table

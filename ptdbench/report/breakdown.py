@@ -103,7 +103,7 @@ def _table(heading: str, rows: Mapping[str, _Rank], width: int) -> list[str]:
 
 def _legend(unit: str, meanings: Mapping[str, str], headings: Iterable[str]) -> str:
     """Return the unit of a table, and what its headings mean."""
-    return "; ".join([unit, *(f"{heading}: {meanings[heading]}" for heading in headings if heading in meanings)])
+    return "; ".join([unit, *(f"{heading}: {meanings[heading]}" for heading in headings if meanings.get(heading))])
 
 
 #: The heading of each phase.
@@ -177,25 +177,21 @@ def _profiled(records: Iterable[RunRecord], width: int) -> Iterator[str]:
         yield wrap(f"from {steps} profiled steps, {times} times as long as the timed ones, and rescaled to them", width)
 
 
-#: The figures of an operation by heading; ``None`` if unknown.
-_FIGURES: dict[str, Callable[[Communication], float | None]] = {
-    "calls": lambda sent: sent.calls,
-    "MB": lambda sent: sent.bytes / 1e6,
-    "by formula": lambda sent: None if sent.formula_bytes is None else sent.formula_bytes / 1e6,
-    "ms": lambda sent: 1e3 * sent.seconds,
-    "by fit": lambda sent: None if sent.fit_seconds is None else 1e3 * sent.fit_seconds,
-    "exposed ms": lambda sent: 1e3 * sent.exposed_seconds,
-    "GB/s": lambda sent: sent.bytes / sent.seconds / 1e9 if sent.seconds and sent.bytes else None,
-}
-
-#: What these figures mean.
-_OPERATIONS = {
-    "MB": "sent, or received if more",
-    "by formula": "expected MB",
-    "ms": "in flight, from the moment the last rank reaches it",
-    "by fit": "expected ms, by the line of workload=collectives",
-    "exposed ms": "not overlapped with compute",
-    "GB/s": "MB over ms",
+#: The figures of an operation by heading, ``None`` if unknown, and what they mean.
+_FIGURES: dict[str, tuple[Callable[[Communication], float | None], str]] = {
+    "calls": (lambda sent: sent.calls, ""),
+    "MB": (lambda sent: sent.bytes / 1e6, "sent, or received if more"),
+    "by formula": (lambda sent: None if sent.formula_bytes is None else sent.formula_bytes / 1e6, "expected MB"),
+    "ms": (lambda sent: 1e3 * sent.seconds, "in flight, from the moment the last rank reaches it"),
+    "by fit": (
+        lambda sent: None if sent.fit_seconds is None else 1e3 * sent.fit_seconds,
+        "expected ms, by the line of workload=collectives",
+    ),
+    "exposed ms": (lambda sent: 1e3 * sent.exposed_seconds, "not overlapped with compute"),
+    "GB/s": (
+        lambda sent: sent.bytes / sent.seconds / 1e9 if sent.seconds and sent.bytes else None,
+        "MB over ms",
+    ),
 }
 
 #: Figures that get a column only if any run has them.
@@ -204,8 +200,7 @@ _EXPECTED = ("by formula", "by fit")
 
 def _figures(sent: Communication) -> dict[str, str]:
     """Return the figures as text; by formula also a range such as ``1.57-2.36``."""
-    known = {heading: figure(sent) for heading, figure in _FIGURES.items()}
-    texts = {heading: figure_text(one, three_digits) for heading, one in known.items()}
+    texts = {heading: figure_text(figure(sent), three_digits) for heading, (figure, _) in _FIGURES.items()}
     ends = "-".join(three_digits(size / 1e6) for size in sent.formula_range or [])
     return texts | ({"by formula": ends} if ends else {})
 
@@ -223,4 +218,5 @@ def _operations(records: Mapping[str, RunRecord], width: int) -> Iterator[str]:
     headings = [heading for heading in _FIGURES if heading not in _EXPECTED or heading in expected]
     shown = [[called, name, *(figures[heading] for heading in headings)] for called, name, figures in rows]
     yield drawn(["run", "operation", *headings], shown, width, ["run", "operation"], _EXPECTED)
-    yield wrap(_legend("per step, means over ranks", _OPERATIONS, headings), width)
+    meanings = {heading: _FIGURES[heading][1] for heading in headings}
+    yield wrap(_legend("per step, means over ranks", meanings, headings), width)

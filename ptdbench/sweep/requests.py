@@ -19,7 +19,7 @@ from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
 from ptdbench.planning.tries import needs_search
-from ptdbench.problems import ConfigError, ErrorCollector, Problem, differing, in_shell, require
+from ptdbench.problems import ConfigError, ErrorCollector, Problem, broken, differing, in_shell, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import leaves
 from ptdbench.setup import choices, commandline, compose, config, run_spec
@@ -211,22 +211,20 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
 def _unfit_for_script(composed: Composed, cluster: Slurm) -> Iterator[Problem]:
     """Yield options that need a process to watch the jobs, which a plain script lacks."""
     first, remedy = composed.configs[0], f"try {command()} -m cluster={cluster.name}, which submits jobs"
-    if composed.searches:
-        yield Problem(
-            commandline.SWEEPER, composed.sweeper, "each rank of the script's job would search by itself", remedy
-        )
-    for sought in filter(needs_search, composed.configs):
-        rule = "is found by short runs, each with fresh ranks, and the script of one run starts its ranks once"
-        yield Problem("train.micro_batch", sought.train.micro_batch, rule, remedy)
-    if (sweep := first.sweep.resume) is not None:
-        rule = "continues as the jobs that it was submitted as, not in a script"
-        yield Problem("sweep.resume", sweep, rule, f"try {command()} {in_shell('sweep.resume', sweep)}")
-    if first.repeat.runs == "auto":
-        rule = "needs the results of a block before the next one, and each rank of the script's job would decide alone"
-        yield Problem("repeat.runs", "auto", rule, f"give a number, or {remedy}")
-    if cluster.requeue:
-        rule = "lets a run save ahead of the time limit and go on in its directory, which a script does not know"
-        yield Problem("cluster.requeue", True, rule, remedy)
+    sought = [str(read.train.micro_batch) for read in composed.configs if needs_search(read)]
+    resumed = first.sweep.resume
+    return broken([
+        (composed.searches, commandline.SWEEPER, composed.sweeper, "each rank of the job would search alone", remedy),
+        (bool(sought), "train.micro_batch", ",".join(dict.fromkeys(sought)),
+         "is found by short runs, each with fresh ranks, and the script starts its ranks once", remedy),
+        (resumed is not None, "sweep.resume", resumed, "continues as the jobs that it was submitted as",
+         f"try {command()} {in_shell('sweep.resume', resumed)}"),
+        (first.repeat.runs == "auto", "repeat.runs", "auto",
+         "needs the results of a block before the next one, and each rank of the job would decide alone",
+         f"give a number, or {remedy}"),
+        (cluster.requeue, "cluster.requeue", True,
+         "lets a run save ahead of the time limit and go on in its directory, which a script does not know", remedy),
+    ])  # fmt: skip
 
 
 def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:
