@@ -87,12 +87,13 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     """Return the parser of the whole command line, and that of each command."""
     program = "python -m ptdbench" if sys.argv[0].endswith("__main__.py") else "ptdbench"
     about = "Which way of parallelizing a PyTorch model is fastest on this machine or cluster?"
-    parser = _Parser(prog=program, description=about)
+    tab = 'Completion by Tab: eval "$(register-python-argcomplete ptdbench)"'
+    parser = _Parser(prog=program, description=about, epilog=tab)
     parser.add_argument("--version", action="store_true", help="print the version, and in a checkout the commit")
     choices = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     train = choices.add_parser("train", help="one run, or a sweep with -m, as python train.py: see train --help")
     commands.add_options(train, "lists need -m")  # for completion
-    of_commands = {}
+    of_commands: dict[str, argparse.ArgumentParser] = {}
     for name in sorted(module.name for module in iter_modules(commands.__path__)):
         command = import_module(f"{commands.__name__}.{name}")
         about = (command.__doc__ or "").replace("``", "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import threading
 import time
@@ -266,7 +267,13 @@ class Display:
 
     def _write_steps(self, now: float) -> None:
         if self._heading and not self._live:
-            self._write("  ".join([str(self._heading), self._steps(), *self._figures(now).values()]))
+            self._write(self._whole(now))
+
+    def _whole(self, now: float, end: str = "") -> str:
+        """Return the line of a step that stays, with as many figures as fit; all in a file, as in ``status``."""
+        head, width = f"{self._heading}  {self._steps()}", shutil.get_terminal_size((0, 0)).columns
+        room = width - len(head) - len(end) - 4 if width else sys.maxsize
+        return "  ".join(filter(None, [head, _fitting(self._figures(now), room), end]))
 
     def line(self, width: int, now: float) -> Line:
         """Return the live line, in at most ``width`` columns."""
@@ -344,7 +351,7 @@ class Display:
         if self._base is None:
             return f"{self._heading}  {took}" if self._heading.number else ""
         self._ends = None
-        return "  ".join([str(self._heading), self._steps(), *self._figures(now).values(), took])
+        return self._whole(now, took)
 
     def _write(self, line: str) -> None:
         if line and self._stream:

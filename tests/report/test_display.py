@@ -88,6 +88,13 @@ class TestLines:
             "gpt_tiny ddp  step 100/100  2,048 tokens/s  loss 2.5000  held-out 97.2 %  0:00 left",
         ]
 
+    def test_a_line_that_stays_fits_too(self, stream, wall, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "60")
+        display = begun(stream, wall)
+        at_step(display, 1, 51.0)
+        at_step(display, 11, 61.0)
+        assert stream.getvalue().splitlines()[-1] == "gpt_tiny ddp  step 11/100  2,048 tokens/s  1:29 left"
+
     def test_of_several_devices_the_rate_of_each_is_shown(self, stream, wall):
         display = shown(stream, wall)
         display.devices = (8, "GPU")
