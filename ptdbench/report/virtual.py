@@ -109,13 +109,9 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
 def measuring(records: Sequence[RunRecord], width: int = 80) -> str:
     """Return the command that measures the plans that fit, wrapped for a shell; empty if none is known to fit."""
     fitting = [record for record in records if record.plan.fits]
-    pairs = [word.partition("=") for record in fitting for word in record.overrides or []]
-    values = grouped((name, value) for name, _, value in dict.fromkeys(pairs))
-    options = {
-        name: ",".join(of_option)
-        for name, of_option in values.items()
-        if name.lstrip("+~").partition(".")[0] != "virtual" and not name.startswith("repeat")
-    }
+    typed = dict.fromkeys(word.partition("=")[::2] for record in fitting for word in record.overrides or [])
+    values = {name: ",".join(of_option) for name, of_option in grouped(typed).items()}
+    options = {name: value for name, value in values.items() if not name.lstrip("+~").startswith(("virtual", "repeat"))}
     if options.get("train.micro_batch") == "max":
         options["train.micro_batch"] = "best"
         options.setdefault("train.global_batch", str(math.lcm(*(record.global_batch or 1 for record in fitting))))

@@ -123,7 +123,7 @@ def test_a_single_layout_is_kept_too(environ, tmp_path):
     words = (*SMALL, *TIGHT, "parallel=ddp", "train.micro_batch=4")
     made, again = plan(environ, tmp_path, *words), plan(environ, tmp_path, *words)
     assert ("step" in made.stderr, "step" in again.stderr) == (True, False)
-    said = "\ncached: 1 row planned earlier (plan --again plans anew)\n"
+    said = "\ncached       1 row planned earlier (plan --again plans anew)\n"
     assert (said in made.stdout, said in again.stdout) == (False, True)
 
 
