@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Column(text.Column[Row]):
-    """A column of runs; ``{unit}`` in its heading is tokens or samples."""
+    """A column of runs; ``{unit}`` in its heading is tokens or samples, ``{device}`` GPU or rank."""
 
     name: str  #: Its name in the filter of the page.
     value: Callable[[Row], Any]  #: The value that the page sorts and compares, in units of records; a range's start.
@@ -46,8 +46,9 @@ class Column(text.Column[Row]):
     field: str = ""  #: Its name in the rows of the page, if different.
     higher_is_better: bool = False  #: Whether the largest figure is the best one.
     always_shown: bool = False  #: Whether every table has it, even without figures.
-    needs_several_rows: bool = False  #: Whether it is meaningless for a single row.
-    page_only: bool = False  #: Whether only the page has it.
+    #: Whether it says anything about these rows, which have a figure in it.
+    applies: Callable[[Sequence[Row]], bool] = lambda rows: True
+    tables: tuple[str, ...] = ("terminal", "file", "page")  #: Where tables have it.
     #: What the title of a table without room for it says of its text, if all rows have the same.
     in_title: Callable[[str], str] | None = None
     #: ``drop_order`` with repeats, if different: certainty of the order then matters more than steps of one run.
@@ -73,6 +74,10 @@ class Column(text.Column[Row]):
 def _rate(row: Row) -> str:
     """``10,250 ±1.8%``; for a run that was stopped, its throughput until then."""
     return f"{figure_text(row.place.rate or row.run.metrics.rate, three_digits)}{margin_text(row.place.margin)}"
+
+
+def _rate_per_rank(row: Row) -> float | None:
+    return row.place.rate / row.run.world_size if row.place.rate and row.run.world_size else None
 
 
 def _step_time(row: Row) -> str:
@@ -137,6 +142,12 @@ def planned(heading: str, size: Callable[[int], str] = memory_text) -> Column:
 
 _THREE_DECIMALS, _PERCENT = "{:.3f}".format, "{:.1%}".format
 
+
+def _has_several(count: Callable[[RunRecord], int | None]) -> Callable[[Sequence[Row]], bool]:
+    """Return whether any row has several of something."""
+    return lambda rows: any((count(row.run) or 1) > 1 for row in rows)
+
+
 #: All columns, in display order.
 COLUMNS = (
     _figure("#", "rank", lambda row: row.place.rank, lambda ends: "-".join(map(str, dict.fromkeys(ends))),
@@ -147,14 +158,17 @@ COLUMNS = (
             min_width=0),
     _figure("ranks", "ranks", attrgetter("run.world_size"),
             in_title=lambda text: "1 rank" if text == "1" else f"{text} ranks"),
-    _figure("nodes", "nodes", lambda row: len(row.run.nodes) or None, page_only=True),
+    _figure("nodes", "nodes", lambda row: len(row.run.nodes) or None, tables=("page",),
+            applies=_has_several(lambda run: len(run.nodes))),
     _figure("batch", "batch", attrgetter("run.global_batch"), in_title="batch {}".format),
     *(planned(heading) for heading in virtual.PLANNED if heading not in ("allocated", "reserved")),  # those below
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",
            higher_is_better=True),
+    _figure("{unit}/s per {device}", "rate_per_rank", _rate_per_rank, three_digits, higher_is_better=True,
+            tables=("file", "page"), applies=_has_several(attrgetter("world_size"))),
     Column("vs best", name="ratio", value=lambda row: row.place.ratio, higher_is_better=True,  # 0.65x (0.63-0.67)
            cell=lambda row: figure_text(row.place.ratio, "{:.2f}x".format) + interval_text(row.place.against_best, 2),
-           needs_several_rows=True, drop_order=2, drop_order_with_repeats=5),
+           applies=lambda rows: len(rows) > 1, drop_order=2, drop_order_with_repeats=5),
     Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=attrgetter("run.step_seconds.mean"), scale=1e3,
            field="step", drop_order_with_repeats=2),
     _figure("memory", "memory_mib", attrgetter("run.metrics.peak_memory_bytes"), memory_text, scale=2**-20,
@@ -163,14 +177,15 @@ COLUMNS = (
             field="reserved", drop_order=1),
     _figure("MFU", "mfu", attrgetter("run.metrics.mfu"), _PERCENT, scale=100, higher_is_better=True),
     _figure("MFU causal", "mfu_causal", attrgetter("run.metrics.mfu_causal"), _PERCENT, scale=100,
-            higher_is_better=True, page_only=True),
+            higher_is_better=True, tables=("page",)),
     _figure("% of GEMM", "of_ceiling", attrgetter("run.metrics.share_of_ceiling"), _PERCENT, scale=100,
             higher_is_better=True, drop_order=0),
-    _figure("J/sample", "joules", _joules, three_digits, page_only=True),
+    _figure("J/sample", "joules", _joules, three_digits, tables=("page",)),
     _figure("loss", "loss", attrgetter("run.final_loss"), _THREE_DECIMALS),
     Column("val", name="held_out", cell=_evaluation, value=lambda row: _held_out(row)[0], drop_order=4),
     _figure("status", "status", _statuses, is_text=True, always_shown=True),
-    _figure("sweep", "sweep", lambda row: str(sweep_of(row.run)), is_text=True, page_only=True),
+    _figure("sweep", "sweep", lambda row: str(sweep_of(row.run)), is_text=True, tables=("page",),
+            applies=lambda rows: len({sweep_of(row.run) for row in rows}) > 1),
 )  # fmt: skip
 
 
@@ -184,6 +199,7 @@ class Section:
 
     rows: list[Row]  #: In the order of their ranking; at least one.
     unit: str  #: The unit of their throughput, see :func:`unit`.
+    answer: str  #: The sentence that says which row is fastest, as far as that is known.
     remarks: list[str]  #: Sentences on the order, failures and measurements.
     why: list[str]  #: Sentences on why the next runs are slower than the fastest one.
     is_only: bool = True  #: Whether no other section has the same model.
@@ -193,6 +209,11 @@ class Section:
         """Their model."""
         return self.rows[0].run.model
 
+    @property
+    def name(self) -> str:
+        """The model; if several sections have it, the whole title."""
+        return str(self.model) if self.is_only else self.title()
+
     def title(self, moved: Iterable[str] = ()) -> str:
         """Return the title: what all runs have in common, and columns ``moved`` there."""
         run = self.rows[0].run
@@ -200,12 +221,18 @@ class Section:
         apart = [] if self.is_only else [form.format(size) for form, size in sizes.items() if size]
         return title([run for row in self.rows for run in row.runs], dict.fromkeys([*apart, *moved]))
 
-    def columns(self) -> list[Column]:
-        """Return the columns of a table: those with a figure in any row, or always shown."""
-        one_row = len(self.rows) == 1
-        tabled = [one for one in COLUMNS if not one.page_only and not (one.needs_several_rows and one_row)]
-        known = [one for one in tabled if one.always_shown or any(one.cell(row) != MISSING for row in self.rows)]
-        return [replace(one, heading=one.heading.format(unit=self.unit)) for one in known]
+    def columns(self, where: str = "terminal") -> list[Column]:
+        """Return the columns of a table in a terminal, a file or the page: those that apply, or are always shown."""
+        tabled = [one for one in COLUMNS if where in one.tables and (one.always_shown or self._shows(one))]
+        return [replace(one, heading=one.heading.format(unit=self.unit, device=self.device)) for one in tabled]
+
+    def _shows(self, column: Column) -> bool:
+        return any(column.cell(row) != MISSING for row in self.rows) and column.applies(self.rows)
+
+    @property
+    def device(self) -> str:
+        """What a rank is: ``GPU``, or ``rank`` on a CPU."""
+        return "GPU" if any(row.run.environment.devices for row in self.rows) else "rank"
 
 
 def sections(alternatives: Iterable[Alternative]) -> list[Section]:
@@ -213,6 +240,11 @@ def sections(alternatives: Iterable[Alternative]) -> list[Section]:
     made = [*map(_section, ranking.of_models(alternatives))]
     counts = Counter(section.model for section in made)
     return [replace(section, is_only=counts[section.model] == 1) for section in made]
+
+
+def answers(sections: Sequence[Section]) -> list[str]:
+    """Return the sentence that answers which row is fastest, of each section; of several, with their names."""
+    return [one.answer if len(sections) == 1 else f"{one.name}: {one.answer}" for one in sections]
 
 
 def unit(records: Iterable[RunRecord]) -> str:
@@ -225,7 +257,17 @@ def _section(ranked: Ranking) -> Section:
     named = names(typical)
     rows = list(map(Row, ranked.places, named))
     counted = unit(run for row in rows for run in row.runs)
-    return Section(rows, counted, remarks.of_rows(ranked, named), _why(rows))
+    return Section(rows, counted, _answer(rows, counted), remarks.of_rows(ranked, named), _why(rows))
+
+
+def _answer(rows: Sequence[Row], unit: str) -> str:
+    others = [(row.name, row.run) for row in rows if not row.place.rank]
+    is_ranked, lost = len(others) < len(rows), [(name, run) for name, run in others if not virtual.is_answered(run)]
+    parts = [ranking.answer([(row.name, row.place) for row in rows], unit)] if is_ranked else [*virtual.answer(others)]
+    if lost:
+        named = ranking.spoken([f"{name} ({run.status})" for name, run in lost])
+        parts.append(f"{'No throughput' if parts else 'No run finished'}: {named}")
+    return f"{'. '.join(parts)}."
 
 
 def _why(rows: Sequence[Row]) -> list[str]:

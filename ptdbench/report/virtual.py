@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import astuple
 
+from ptdbench.comparison.ranking import spoken
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Plan, Virtual
 from ptdbench.report.text import drawn, figure_text, wrap
 from ptdbench.terminal import rank_names
-from ptdbench.units import gib_text, size_text
+from ptdbench.units import gib_text, memory_text, size_text
 
 
 def is_ok(record: RunRecord) -> bool:
@@ -27,6 +28,11 @@ def has_figures(record: RunRecord) -> bool:
 def does_not_fit(record: RunRecord) -> bool:
     """Return whether a plan says that a run does not fit, which is an answer, and no failure."""
     return record.kind == "planned" and record.status == "oom"
+
+
+def is_answered(record: RunRecord) -> bool:
+    """Return whether a run without a throughput says what it was to say."""
+    return is_ok(record) or does_not_fit(record)
 
 
 #: The columns of a plan besides its name and ranks, in display order, each with its place in the order of omission.
@@ -64,6 +70,17 @@ def plan_figures(record: RunRecord) -> dict[str, int | str | None]:
         "fits": {True: "yes", False: "no", None: "?"}[plan.fits] if plan != Plan() else "failed",
         "max mb": largest if largest is None else str(largest or "none"),
     }
+
+
+def answer(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
+    """Yield which plans fit in memory, and which virtual run needs the least."""
+    sizes = {name: size for name, run in named if run.kind == "virtual" and (size := run.metrics.peak_memory_bytes)}
+    if least := min(sizes, key=sizes.__getitem__, default=None):
+        yield f"Least memory: {least}, {memory_text(sizes[least])} on its largest rank; virtual runs have no times"
+    plans = [(name, run.plan) for name, run in named if run.kind == "planned"]
+    for fits, words in ((True, "Fits in memory"), (False, "Does not fit")):
+        if some := [(name, plan.largest_micro_batch) for name, plan in plans if plan.fits is fits]:
+            yield f"{words}: {spoken([f'{name} (micro-batch up to {most})' if most else name for name, most in some])}"
 
 
 def remarks(records: Sequence[RunRecord]) -> Iterator[str]:

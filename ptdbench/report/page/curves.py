@@ -15,6 +15,7 @@ from msgspec import Struct, convert
 from ptdbench.comparison.alternatives import sweep_of
 from ptdbench.grouping import grouped
 from ptdbench.measure.results import P2P, Collectives, Matmul
+from ptdbench.profiling import perfetto, schedule
 from ptdbench.records.effects import affects, options_affecting
 from ptdbench.records.load import MOST_LOST, Run
 from ptdbench.records.run_record import RunRecord
@@ -26,6 +27,9 @@ from ptdbench.terminal import plural
 
 #: Maximum number of rows with curves: more could not be told apart.
 _ROWS = 40
+
+#: Maximum number of rows with schedules: reading a trace may take seconds.
+_PIPELINES = 8
 
 #: Maximum number of points of a curve.
 _POINTS = 400
@@ -94,6 +98,21 @@ def _thinned(*curves: np.ndarray) -> np.ndarray:
 def _json(values: np.ndarray) -> list[float | None]:
     """Round to seven significant digits, the precision of fp32; ``None`` if not finite."""
     return [float(f"{value:.7g}") if np.isfinite(value) else None for value in values.tolist()]
+
+
+def schedules(rows: Mapping[int, columns.Row]) -> list[dict[str, object]]:
+    """Return the schedules of the first pipelines that have a trace: ``number``, ``passes``, and ``lines`` of text."""
+    paths = {number: Path(row.run.directory) / perfetto.NAME for number, row in rows.items() if _is_pipeline(row.run)}
+    traced = [(number, path) for number, path in paths.items() if path.exists()][:_PIPELINES]
+    return [
+        {"number": number, "passes": passes, "lines": [f"{rows[number].name}, {one}" for one in schedule.lines(passes)]}
+        for number, passes in ((number, schedule.read(path)) for number, path in traced)
+        if passes
+    ]
+
+
+def _is_pipeline(run: RunRecord) -> bool:
+    return (run.layout.pipeline or 1) > 1 and not run.kind
 
 
 def _agreement(runs: Mapping[str, RunRecord]) -> Iterator[str]:
