@@ -63,7 +63,7 @@ class Column(text.Column[Row]):
         """Return the column's description for the page."""
         return {
             "name": self.name,
-            "head": self.name if self.is_text else self.heading,
+            "head": "configuration" if self.name == "configuration" else self.heading,
             "field": self.field or self.name,
             "scale": self.scale,
             "higher_is_better": self.higher_is_better,
@@ -165,7 +165,7 @@ COLUMNS = (
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",
            higher_is_better=True),
     _figure("{unit}/s per {device}", "rate_per_rank", _rate_per_rank, three_digits, higher_is_better=True,
-            tables=("file", "page"), applies=_has_several(attrgetter("world_size"))),
+            drop_order=3, tables=("file", "page"), applies=_has_several(attrgetter("world_size"))),
     Column("vs best", name="ratio", value=lambda row: row.place.ratio, higher_is_better=True,  # 0.65x (0.63-0.67)
            cell=lambda row: figure_text(row.place.ratio, "{:.2f}x".format) + interval_text(row.place.against_best, 2),
            applies=lambda rows: len(rows) > 1, drop_order=2, drop_order_with_repeats=5),
@@ -262,11 +262,13 @@ def _section(ranked: Ranking) -> Section:
 
 def _answer(rows: Sequence[Row], unit: str) -> str:
     others = [(row.name, row.run) for row in rows if not row.place.rank]
-    is_ranked, lost = len(others) < len(rows), [(name, run) for name, run in others if not virtual.is_answered(run)]
-    parts = [ranking.answer([(row.name, row.place) for row in rows], unit)] if is_ranked else [*virtual.answer(others)]
+    lost = [f"{name} ({run.status})" for name, run in others if not (virtual.is_ok(run) or virtual.does_not_fit(run))]
+    if len(others) < len(rows):
+        parts = [ranking.answer([(row.name, row.place) for row in rows], unit)]
+    else:
+        parts = [*virtual.answer(others)]
     if lost:
-        named = ranking.spoken([f"{name} ({run.status})" for name, run in lost])
-        parts.append(f"{'No throughput' if parts else 'No run finished'}: {named}")
+        parts.append(f"{'No throughput' if parts else 'No run finished'}: {ranking.spoken(lost)}")
     return f"{'. '.join(parts)}."
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.records.run_record import RunRecord
-from ptdbench.report import columns
+from ptdbench.report import columns, text
 from ptdbench.report.columns import Column, Section
+from ptdbench.report.text import MISSING
 from ptdbench.terminal import plain
 
 #: What LaTeX reads as something else, and how it is written; a range has an en dash.
@@ -26,21 +28,33 @@ def latex(title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
     return "\n\n".join(["\n".join(head), *("\n".join(_table(section)) for section in sections)]) + "\n"
 
 
+#: Width of a table in characters, of which a page of an article has about as many in small print.
+_WIDTH = 70
+
+
 def _table(section: Section) -> Iterator[str]:
-    """Yield the lines of a table; columns that are equal in all rows are in its caption, and ``ok`` in none."""
-    texts = {column: [column.cell(row) for row in section.rows] for column in section.columns("file")}
-    alike = {column: cells[0] for column, cells in texts.items() if len({*cells}) == 1}
-    common = [column.in_title(text) for column, text in alike.items() if column.in_title]
-    shown = [one for one in texts if not (one in alike and (one.in_title or alike[one] == "ok"))]
+    """Yield the lines of a table; what is equal in all rows is in its caption, and what has no room in a comment."""
+    rows, columns = section.rows, section.columns("file")
+    alike = {one.heading: one.cell(rows[0]) for one in columns if len({*map(one.cell, rows)}) == 1}
+    common = [one.in_title(alike[one.heading]) for one in columns if one.in_title and one.heading in alike]
+    repeats = any(len(row.runs) > 1 for row in rows)
+    differing = [
+        replace(one.in_table(repeats, is_alike=False), min_width=None)  # names do not wrap
+        for one in columns
+        if not (one.heading in alike and (one.in_title or alike[one.heading] in ("ok", MISSING)))
+    ]
+    _, gone = text.table(differing, rows, _WIDTH)
+    shown = [one for one in differing if one.heading not in gone]
     caption = f"{section.title(common)}. {section.answer}"
+    yield from (f"% {line}" for line in text.left_out(gone, _WIDTH))
     yield r"\begin{table}"
-    yield r"  \centering"
+    yield r"  \centering\footnotesize"
     yield rf"  \caption{{{_escaped(caption)}}}"
     yield rf"  \begin{{tabular}}{{{''.join('l' if one.is_text else 'r' for one in shown)}}}"
     yield r"    \toprule"
     yield _line(one.heading for one in shown)
     yield r"    \midrule"
-    yield from (_line(_ranged(one, texts[one][place]) for one in shown) for place in range(len(section.rows)))
+    yield from (_line(_ranged(one, one.cell(row)) for one in shown) for row in rows)
     yield r"    \bottomrule"
     yield r"  \end{tabular}"
     yield r"\end{table}"
@@ -50,11 +64,11 @@ def _line(cells: Iterable[str]) -> str:
     return rf"    {' & '.join(map(_escaped, cells))} \\"
 
 
-def _escaped(text: str) -> str:
+def _escaped(line: str) -> str:
     """Return a text on one line, with all of LaTeX's marks escaped."""
-    return "".join(_ESCAPES.get(letter, letter) for letter in plain(" ".join(text.split())))
+    return "".join(_ESCAPES.get(letter, letter) for letter in plain(" ".join(line.split())))
 
 
-def _ranged(column: Column, text: str) -> str:
+def _ranged(column: Column, cell: str) -> str:
     """Return a cell with an en dash between figures; names keep their hyphens."""
-    return text if column.is_text else re.sub(r"(?<=\d)-(?=\d)", "--", text)
+    return cell if column.is_text else re.sub(r"(?<=\d)-(?=\d)", "--", cell)

@@ -30,11 +30,6 @@ def does_not_fit(record: RunRecord) -> bool:
     return record.kind == "planned" and record.status == "oom"
 
 
-def is_answered(record: RunRecord) -> bool:
-    """Return whether a run without a throughput says what it was to say."""
-    return is_ok(record) or does_not_fit(record)
-
-
 #: The columns of a plan besides its name and ranks, in display order, each with its place in the order of omission.
 PLANNED = {
     "mb": None, "rank": 4, "weights": 7, "gradients": 3, "optimizer": 6, "activations": None, "gathered": None,
@@ -87,9 +82,9 @@ def remarks(records: Sequence[RunRecord]) -> Iterator[str]:
     """Yield what to know about the virtual runs and the plans of a table."""
     plans = [record for record in records if record.kind == "planned"]
     if plans:
-        yield "planned: what a run will need, and no run; memory is that of the rank that needs most"
+        yield "planned: predicted, not run; memory of the largest rank"
     if devices := ", ".join(dict.fromkeys(name for record in records if (name := record.virtual.device))):
-        yield f"{devices}: nothing is computed: memory and messages are exact, and there are no times"
+        yield f"{devices}: memory and messages are exact, nothing is computed, no timing"
     yield from dict.fromkeys([*of_plans(plans), *_of_models(records)])
 
 

@@ -1,7 +1,7 @@
 """Schedules of pipelines, from merged traces."""
 
 from ptdbench.profiling import perfetto, schedule
-from ptdbench.profiling.schedule import Pass, lines, read
+from ptdbench.profiling.schedule import lines, read
 from tests.profiling.made_trace import event, label, step
 from tests.profiling.test_perfetto import merged
 
@@ -38,8 +38,3 @@ def test_a_trace_without_a_pipeline_or_damaged_has_none(tmp_path):
     assert read(tmp_path / perfetto.NAME) == [*lines([])] == []
     (tmp_path / perfetto.NAME).write_bytes(b"\x1f\x8b cut")
     assert read(tmp_path / perfetto.NAME) == []
-
-
-def test_of_many_passes_the_first_are_in_the_line():
-    (line,) = lines([Pass(0, 0, "F", number, number, 1.0) for number in range(30)])
-    assert line == f"rank 0: {' '.join(f'F{number}' for number in range(24))} ..., idle 0 %"

@@ -130,7 +130,7 @@ def _agreement(runs: Mapping[str, RunRecord]) -> Iterator[str]:
         yield f"{_compared(apart, first, rounding(runs[first]))} ({plural(len(others), 'row')}, {steps})"
     if broken:
         named = listed([f"{name} from step {step + 1}" for name, step in broken.items()])
-        yield f"losses not finite or not on record: {named}"
+        yield f"losses missing or not finite: {named}"
 
 
 def _apart(one: np.ndarray, other: np.ndarray) -> float:

@@ -60,17 +60,14 @@ function modelSection(model, place) {
 
 /** All rows that the filter shows, with all options, and figures in the units of records. */
 function downloadTable(model, name) {
-  const ofPlans = report.columns.map((column) => column.field).filter((field) => field.startsWith("plan_"));
-  const plain =
-    "number name sweep status rate low high ratio ratio_low ratio_high step step_p5 step_p95 memory reserved mfu " +
-    "mfu_causal of_ceiling joules loss held_out ranks nodes batch command " +
-    ofPlans.join(" ");
+  const fields = report.columns.map((column) => column.field).filter((field) => !["rank", "count"].includes(field));
+  const plain = ["number", ...fields, ..."low high ratio_low ratio_high step_p5 step_p95 command".split(" ")];
   const heldOut = (row) => (isKnown(row.held_out) ? row.texts.held_out : null); // says which figure that is
   const made = (row) => [...(row.rank || [null, null]), row.runs.length, heldOut(row)];
   const options = Object.keys(report.options);
   const optionsOf = (row) => options.map((option) => report.options[option][row.number]);
-  const rows = sortedRows(model).map((row) => [...pick(row, plain), ...made(row), ...optionsOf(row)]);
-  downloadCsv(name, [...plain.split(" "), "best_rank", "worst_rank", "runs", "val", ...options], rows);
+  const rows = sortedRows(model).map((row) => [...plain.map((field) => row[field]), ...made(row), ...optionsOf(row)]);
+  downloadCsv(name, [...plain, "best_rank", "worst_rank", "runs", "val", ...options], rows);
 }
 
 function failures() {

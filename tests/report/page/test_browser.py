@@ -150,6 +150,8 @@ class TestFigures:
         first, second, _, last = found = rows(report)
         assert [row["#"] for row in found] == ["1", "2", "3", "-"]
         assert (first["configuration"], first["runs"], first["tokens/s"][:5]) == ("ddp", "3", "2,000")
+        assert [*first][:4] == ["#", "configuration", "tokens/s", "vs best"]
+        assert (first["tokens/s per rank"], last["tokens/s per rank"]) == ("1,000", "-")
         assert (second["vs best"][:5], last["status"]) == ("0.75x", "failed")
         assert first["loss"] == "2.513"
         assert labels(report, 1) == ["ddp"]  # of the other model, which is not compared with these
@@ -182,8 +184,11 @@ class TestFigures:
         page.reload()
         drawn(page)
         assert [name for name in ("phases", "memory", "steps") if page.evaluate(HANGS, name) > 0] == []
-        scrollbar = page.locator("[data-figure^=phases] .scrollbar")
+        scrollbar = page.locator("[data-figure=phases-gpt_tiny] .scrollbar")
         assert scrollbar.evaluate("bar => bar.getBoundingClientRect().height") == 0
+        assert "more" in page.get_attribute("[data-model='0'] .table", "class")  # the table goes on to the right
+        head = [cell.bounding_box() for cell in page.locator("[data-model='0'] th").all()[:4]]
+        assert head[3]["x"] + head[3]["width"] <= 480  # rank, name, throughput and vs best are in sight
         assert page.evaluate(LINES, "2026-11-26_23-54-54_sweep, " * 5 + "last") == [1.0] * 6
 
     def test_what_other_workloads_found(self, report):
@@ -217,6 +222,29 @@ class TestFigures:
     def test_figures_have_the_digits_of_the_terminal(self, opened):
         figures = [0, 0.00012, 0.00456, 0.0456, 0.09994, 0.1234, 0.9994, 0.9996, 9.994, 9.996, 99.94, 99.96, 12345.6]
         assert opened[0].evaluate("figures => figures.map(digits)", figures) == [*map(three_digits, figures)]
+
+    def test_a_schedule_has_a_lane_for_each_rank(self, opened):
+        boxes = [(0, 0, "F", 0, 0.0, 1e-3), (0, 2, "F", 0, 2e-3, 1e-3), (1, 1, "B", 0, 3e-3, 2e-3)]
+        fields = ("rank", "stage", "kind", "microbatch", "start", "seconds")
+        passes = [dict(zip(fields, box, strict=True)) for box in boxes]
+        draw = "passes => drawSchedules({ schedules: [{ number: 0, passes }] }, [{ number: 0, name: 'pdp' }])"
+        figure = opened[0].evaluate(draw, passes)
+        idle, forward, backward = figure["traces"]
+        assert idle["x"] == [5, 5]
+        drawn = [[trace[name] for name in ("base", "x", "text", "y")] for trace in (forward, backward)]
+        assert drawn == [[[0, 2], [1, 1], ["0:0", "2:0"], [0, 0]], [[3], [2], ["0"], [1]]]
+        assert figure["layout"]["yaxis"]["ticktext"] == ["rank 0", "rank 1"]
+        assert figure["rows"][2] == ["pdp", 1, 1, "backward", 0, 3, 2]
+
+    def test_the_answer_is_on_top_and_links_lead_to_tables_and_figures(self, report):
+        answers = [line.inner_text() for line in report.locator(".answer").all()]
+        assert answers[0].startswith("gpt_tiny: ddp is fastest: 1.33x pdp 1x2 1f1b (95 %: 1.")
+        assert answers[0].endswith("). No throughput: tp (failed).")
+        assert answers[1].startswith("toy: ddp: 5.00 tokens/s")
+        targets = report.evaluate("() => [...document.querySelectorAll('header a:not([hidden])')].map((a) => a.hash)")
+        assert {"#table-gpt_tiny", "#throughput-gpt_tiny", "#table-toy", "#failed", "#other-1", "#repeat"} <= {*targets}
+        assert "#scaling-gpt_tiny" not in targets
+        assert report.evaluate("hashes => hashes.every((hash) => document.querySelector(hash))", targets)
 
     def test_memory_is_stacked_by_kind(self, opened):
         row = {"name": "ddp", "kinds": [2**21, 2**20, 0, 0, 2**22, 0]}
@@ -276,6 +304,8 @@ class TestControls:
             assert report.inner_text("#found").startswith(said)
         report.wait_for_timeout(400)
         assert report.inner_text("#found").startswith(said)
+        caption = "() => getComputedStyle(document.querySelector('.rows'), '::before').content"
+        assert "rows of the last valid" in report.evaluate(caption)
         assert len(labels(report)) == 4
 
     def test_sort(self, report):
