@@ -200,6 +200,9 @@ def short_paths(paths: Iterable[Path]) -> dict[Path, str]:
 _HEAD = {"host": "", "cpu": "", "torch": "torch ", "ptdbench": "ptdbench "}
 
 
+#: Maximum number of further fields in a title.
+_APART = 4
+
 #: Values of fields that are not known.
 _UNKNOWN = (None, {}, [])
 
@@ -222,7 +225,8 @@ class Environments:
         if len(known) < 2:
             return {f"environment: {_title(one, ())}": one for one in known}
         shared = dict(set.intersection(*(set(one.items()) for one in known)))
-        described = {"common to all environments": {name: text for name, text in known[0].items() if name in shared}}
+        common = {name: text for name, text in known[0].items() if name in shared}
+        described = {"common to all environments": common} if common else {}
         for place, one in enumerate(known, start=1):
             apart = {name: text for name, text in one.items() if name not in shared}
             described[f"environment {place}: {_title(one, apart)}"] = apart
@@ -232,7 +236,7 @@ class Environments:
 def _title(fields: Mapping[str, str], apart: Collection[str]) -> str:
     """Return machine and versions, and the fields that tell an environment apart."""
     head = [f"{word}{fields[name]}" for name, word in _HEAD.items() if name in fields]
-    others = [name for name in apart if name not in _HEAD]
+    others = [name for name in apart if name not in _HEAD][:_APART]
     return ", ".join([*head, *(f"{name.removeprefix('settings.')} {fields[name]}" for name in others)])
 
 

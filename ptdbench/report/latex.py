@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.records.run_record import RunRecord
-from ptdbench.report import columns, text
+from ptdbench.report import columns
 from ptdbench.report.columns import Column, Section
 from ptdbench.report.text import MISSING
 from ptdbench.terminal import plain
@@ -28,33 +27,20 @@ def latex(title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
     return "\n\n".join(["\n".join(head), *("\n".join(_table(section)) for section in sections)]) + "\n"
 
 
-#: Width of a table in characters, of which a page of an article has about as many in small print.
-_WIDTH = 70
-
-
 def _table(section: Section) -> Iterator[str]:
-    """Yield the lines of a table; what is equal in all rows is in its caption, and what has no room in a comment."""
-    rows, columns = section.rows, section.columns("file")
-    alike = {one.heading: one.cell(rows[0]) for one in columns if len({*map(one.cell, rows)}) == 1}
-    common = [one.in_title(alike[one.heading]) for one in columns if one.in_title and one.heading in alike]
-    repeats = any(len(row.runs) > 1 for row in rows)
-    differing = [
-        replace(one.in_table(repeats, is_alike=False), min_width=None)  # names do not wrap
-        for one in columns
-        if not (one.heading in alike and (one.in_title or alike[one.heading] in ("ok", MISSING)))
-    ]
-    _, gone = text.table(differing, rows, _WIDTH)
-    shown = [one for one in differing if one.heading not in gone]
-    caption = f"{section.title(common)}. {section.answer}"
-    yield from (f"% {line}" for line in text.left_out(gone, _WIDTH))
+    """Yield the lines of a table; what is equal in all rows is in its caption."""
+    cells = {one: [one.cell(row) for row in section.rows] for one in section.columns("paper")}
+    alike = [one for one, texts in cells.items() if one.in_title and len({*texts}) == 1]
+    shown = [one for one, texts in cells.items() if one not in alike and {*texts} != {MISSING}]
+    caption = f"{section.title(one.in_title(cells[one][0]) for one in alike if one.in_title)}. {section.answer}"
     yield r"\begin{table}"
-    yield r"  \centering\footnotesize"
+    yield r"  \centering\footnotesize\setlength{\tabcolsep}{3pt}"
     yield rf"  \caption{{{_escaped(caption)}}}"
     yield rf"  \begin{{tabular}}{{{''.join('l' if one.is_text else 'r' for one in shown)}}}"
     yield r"    \toprule"
     yield _line(one.heading for one in shown)
     yield r"    \midrule"
-    yield from (_line(_ranged(one, one.cell(row)) for one in shown) for row in rows)
+    yield from (_line(_ranged(one, cells[one][place]) for one in shown) for place in range(len(section.rows)))
     yield r"    \bottomrule"
     yield r"  \end{tabular}"
     yield r"\end{table}"

@@ -33,7 +33,7 @@ def _of_model(section: Section) -> Iterator[str]:
     yield _table(section.columns("file"), section.rows)
     if lines := [*section.remarks, *section.why]:
         yield "\n".join(f"- {_escaped(line)}" for line in lines)
-    typed = [(row.name, row.run.rerun_command() or "what was typed is not on record") for row in section.rows]
+    typed = [(row.name, row.run.rerun_command() or "the command is not on record") for row in section.rows]
     yield _folded("commands", [f"# {name}\n{command}" for name, command in typed])
 
 

@@ -22,7 +22,7 @@ def test_a_table_sentences_commands_and_the_environment(monkeypatch):
     assert [line.split(" | ")[1] for line in lines[head + 2 : head + 4]] == ["ddp", "fsdp"]
     assert "- fsdp +44 ms vs ddp: " in text
     assert " parallel=ddp\n" in text
-    assert "# fsdp\nwhat was typed is not on record\n" in text
+    assert "# fsdp\nthe command is not on record\n" in text
     assert "<summary>environment: n1, torch 2.15.0</summary>" in text
     assert text.count("torch: 2.15.0\n") == 1
     assert "settings.OMP_NUM_THREADS: 1" in text

@@ -108,7 +108,7 @@ function fillData(made) {
   const table = plainTable(made.drawn.head, rows);
   made.data.replaceChildren(
     made.data.firstChild,
-    element("div", { class: "table" }, table),
+    framed(`data of ${made.element.id}`, table),
     rest > 0 ? `and ${rest} more rows in the CSV` : "",
   );
 }

@@ -26,12 +26,12 @@ function keepWordsWhole(heading) {
 }
 
 /** Links to the sections, and to the figures of each model, which are hidden while these are. */
-const contents = () =>
-  [...document.querySelectorAll("main > section")].map((section) => {
-    const model = report.models[section.dataset.model];
-    const figures = model ? model.figures.map((figure) => figure.link) : [];
-    return element("p", {}, link(section.id, model ? model.name : section.querySelector("h2").textContent), ...figures);
-  });
+function contents() {
+  const lines = report.models.map((model) => [link(model.id, model.name), ...model.figures.map((figure) => figure.link)]);
+  const others = [...document.querySelectorAll("main > section:not([data-model])")];
+  lines.push(others.map((section) => link(section.id, section.querySelector("h2").textContent)));
+  return lines.map((line) => element("p", {}, ...line));
+}
 
 function section(id, title, attributes, ...inside) {
   return element("section", { id, ...attributes }, element("h2", {}, link(id, title)), ...inside);
@@ -70,18 +70,21 @@ function downloadTable(model, name) {
   downloadCsv(name, [...plain, "best_rank", "worst_rank", "runs", "val", ...options], rows);
 }
 
+const nameAmongAll = (model, row) => (report.models.length > 1 ? `${model.name}: ${row.name}` : row.name);
+
 function failures() {
-  const failed = [...report.models.flatMap((model) => model.rows), ...report.others].flatMap((row) =>
+  const ofRow = (row, name) =>
     row.runs
       .filter((run) => run.failed)
-      .map((run) => [row.name || row.title, run.status, run.reason, path(run.directory), row.command]),
-  );
+      .map((run) => [name, run.status, run.reason, path(run.directory), row.command]);
+  const failed = report.models.flatMap((model) => model.rows.flatMap((row) => ofRow(row, nameAmongAll(model, row))));
+  failed.push(...report.others.flatMap((other) => ofRow(other, other.title)));
   if (!failed.length) return null;
   const shown = failed.slice(0, MOST_DATA);
   const table = plainTable(["configuration", "status", "reason", "directory", "command"], shown);
   const left = failed.length - shown.length;
   const rest = left ? element("p", {}, `and ${left} more, in the rows of the tables`) : null;
-  return section("failed", `Failed runs (${failed.length})`, {}, element("div", { class: "table" }, table), rest);
+  return section("failed", `Failed runs (${failed.length})`, {}, framed("Failed runs", table), rest);
 }
 
 function otherSection(other, place) {
@@ -116,7 +119,8 @@ function howToRepeat() {
 
 /** What to type for each configuration; it is made when it is looked at, or printed. */
 function commands() {
-  const rows = report.models.flatMap((model) => model.rows).filter((row) => row.command);
+  const named = report.models.flatMap((model) => model.rows.map((row) => ({ ...row, name: nameAmongAll(model, row) })));
+  const rows = named.filter((row) => row.command);
   if (!rows.length) return null;
   const made = element("details", {}, element("summary", {}, "commands"));
   const fill = () => {

@@ -87,7 +87,7 @@ function columnCalled(typed) {
   const exact = found.find((column) => column.name === name || column.head === name);
   const ending = found.filter((column) => column.name.endsWith(`.${name}`));
   if (exact || ending.length === 1) return exact || ending[0];
-  const like = (ending.length ? ending : nearest(name, found)).slice(0, 5).map((column) => column.name);
+  const like = (ending.length ? ending : nearest(name, found)).slice(0, 3).map((column) => column.name);
   const names = like.join(" or ");
   if (ending.length) throw new Error(`${name}: several options end in it: ${names}`);
   throw new Error(`${name}: no such option; ${like.length ? `did you mean ${names}?` : "the field lists all of them"}`);
@@ -113,7 +113,7 @@ function drawTable(model) {
   const body = element("tbody", {}, ...sorted.slice(0, model.page).flatMap((row) => tableRow(model, row, columns)));
   const table = element("table", {}, element("thead", {}, head), body);
   const focused = model.table.contains(document.activeElement) ? document.activeElement.title : null;
-  const frame = element("div", { class: "table", tabindex: 0, role: "region", "aria-label": model.title }, table);
+  const frame = framed(model.title, table);
   model.table.replaceChildren(frame);
   const showMoreToTheRight = () =>
     frame.classList.toggle("more", frame.scrollWidth - frame.clientWidth - frame.scrollLeft > 2);

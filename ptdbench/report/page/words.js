@@ -43,7 +43,11 @@ const definitions = (texts) =>
 
 /** A path that breaks after slashes only. */
 const path = (text) =>
-  element("span", { class: "path" }, ...text.split(/(?<=\/)/).flatMap((part) => [element("wbr"), part]));
+  element("span", {}, ...text.split(/(?<=\/)/).flatMap((part) => [element("wbr"), element("span", { class: "part" }, part)]));
+
+/** A table in a frame that scrolls, by keyboard too. */
+const framed = (label, table) =>
+  element("div", { class: "table", tabindex: 0, role: "region", "aria-label": label }, table);
 
 const link = (id, text) => element("a", { href: `#${id}` }, text);
 
