@@ -147,12 +147,6 @@ def planned(heading: str, size: Callable[[int], str] = memory_text) -> Column:
 
 _THREE_DECIMALS, _PERCENT = "{:.3f}".format, "{:.1%}".format
 
-
-def _has_several(count: Callable[[RunRecord], int | None]) -> Callable[[Sequence[Row]], bool]:
-    """Return whether any row has several of something."""
-    return lambda rows: any((count(row.run) or 1) > 1 for row in rows)
-
-
 #: All columns, in display order.
 COLUMNS = (
     _figure("#", "rank", lambda row: row.place.rank, lambda ends: "-".join(map(str, dict.fromkeys(ends))),
@@ -164,13 +158,13 @@ COLUMNS = (
     _figure("ranks", "ranks", attrgetter("run.world_size"),
             in_title=lambda text: "1 rank" if text == "1" else f"{text} ranks"),
     _figure("nodes", "nodes", lambda row: len(row.run.nodes) or None, tables=("page",),
-            applies=_has_several(lambda run: len(run.nodes))),
+            applies=lambda rows: any(len(row.run.nodes) > 1 for row in rows)),
     _figure("batch", "batch", attrgetter("run.global_batch"), in_title="batch {}".format),
     *(planned(heading) for heading in virtual.PLANNED if heading not in ("allocated", "reserved")),  # those below
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",
            higher_is_better=True),
     _figure("{unit}/s per {device}", "rate_per_rank", _rate_per_rank, three_digits, higher_is_better=True,
-            tables=("file", "page", "paper"), applies=_has_several(attrgetter("world_size"))),
+            tables=("file", "page", "paper"), applies=lambda rows: any((row.run.world_size or 1) > 1 for row in rows)),
     Column("vs best", name="ratio", value=lambda row: row.place.ratio, higher_is_better=True,  # 0.65x (0.63-0.67)
            cell=lambda row: figure_text(row.place.ratio, "{:.2f}x".format) + interval_text(row.place.against_best, 2),
            applies=lambda rows: len(rows) > 1, drop_order=2, drop_order_with_repeats=5),

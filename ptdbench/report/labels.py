@@ -189,11 +189,11 @@ _PLACES: tuple[_Detail, ...] = (
 
 def short_paths(paths: Iterable[Path]) -> dict[Path, str]:
     """Name folders by the last part of their paths, or if these are alike, by all that follows their common folder."""
-    unique = [*dict.fromkeys(paths)]
-    if len({path.name for path in unique}) == len(unique):
-        return {path: path.name or str(path) for path in unique}
-    common = os.path.commonpath([path.parent for path in unique])
-    return {path: str(path.relative_to(common)) for path in unique}
+    whole = {path: path.absolute() for path in paths}
+    if len({path.name for path in whole.values()}) == len(whole):
+        return {path: where.name or str(where) for path, where in whole.items()}
+    common = os.path.commonpath([where.parent for where in whole.values()])
+    return {path: str(where.relative_to(common)) for path, where in whole.items()}
 
 
 #: Fields of an environment that are always shown, with a prefix if the value alone is unclear.

@@ -26,4 +26,4 @@ def test_a_table_for_each_model_with_intervals_and_ranks_of_what_differs(text):
     assert fsdp[2:5:2] == [r"fs\_dp", "250"]
     assert re.fullmatch(r"0\.50x \(0\.\d\d--0\.5\d\)", fsdp[5])
     assert (ddp[3][:11], tp[2:4]) == (r"1,000 $\pm$", [r"50\%", "-"])
-    assert r"fp32 $\cdot$ 2 ranks $\cdot$ batch 16. ddp is fastest: 2.000x fs\_dp (95 \%: 1.9" in text
+    assert r"fp32 $\cdot$ 2 ranks $\cdot$ batch 16. ddp is fastest: 2.000x fs\_dp (95 \%: 2.0" in text

@@ -102,17 +102,14 @@ def _json(values: np.ndarray) -> list[float | None]:
 
 def schedules(rows: Mapping[int, columns.Row]) -> list[dict[str, object]]:
     """Return the schedules of the first pipelines that have a trace: ``number``, ``passes``, and ``lines`` of text."""
-    paths = {number: Path(row.run.directory) / perfetto.NAME for number, row in rows.items() if _is_pipeline(row.run)}
-    traced = [(number, path) for number, path in paths.items() if path.exists()][:_PIPELINES]
+    pipelines = {number: row.run for number, row in rows.items() if (row.run.layout.pipeline or 1) > 1}
+    paths = [(number, Path(run.directory) / perfetto.NAME) for number, run in pipelines.items() if not run.kind]
+    traced = [(number, path) for number, path in paths if path.exists()][:_PIPELINES]
     return [
         {"number": number, "passes": passes, "lines": [f"{rows[number].name}, {one}" for one in schedule.lines(passes)]}
         for number, passes in ((number, schedule.read(path)) for number, path in traced)
         if passes
     ]
-
-
-def _is_pipeline(run: RunRecord) -> bool:
-    return (run.layout.pipeline or 1) > 1 and not run.kind
 
 
 def _agreement(runs: Mapping[str, RunRecord]) -> Iterator[str]:
