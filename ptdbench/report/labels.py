@@ -204,7 +204,7 @@ _HEAD = {"host": "", "cpu": "", "torch": "torch ", "ptdbench": "ptdbench "}
 _APART = 4
 
 #: Values of fields that are not known.
-_UNKNOWN = (None, {}, [])
+_UNKNOWN: tuple[object, ...] = (None, {}, [])
 
 
 class Environments:
