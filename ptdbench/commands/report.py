@@ -1,15 +1,14 @@
-"""``ptdbench report outputs/<sweep>``: the results of a sweep in one file to send, as HTML, Markdown or CSV."""
+"""``ptdbench report outputs/<sweep>``: the results of a sweep in one file to send, as HTML, Markdown, LaTeX or CSV."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 import webbrowser
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,10 @@ from ptdbench.terminal import echo, plain, plural
 if TYPE_CHECKING:
     from ptdbench.records.run_record import RunRecord
 
-HELP = "one file to send: tables, figures, failures and commands of sweeps as HTML, Markdown or CSV"
+HELP = "one file to send: tables, figures, failures and commands of sweeps as HTML, Markdown, LaTeX or CSV"
 
-_FORMS = ("html", "md", "csv")
+#: Extensions of files by the name of their option.
+_FORMS = {"html": "html", "md": "md", "latex": "tex", "csv": "csv"}
 
 #: Maximum length of a comment on GitHub, in characters.
 _MOST_OF_COMMENT = 65_536
@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", action="store_true", help="write report.html; the default")
     parser.add_argument("--md", action="store_true", help="write report.md, for pull requests")
+    parser.add_argument("--latex", action="store_true", help="write report.tex, tables for papers, with booktabs")
     parser.add_argument("--csv", action="store_true", help="write report.csv, a row for each run with all its fields")
+    parser.add_argument("--title", help="the title; without it, models and directories")
     where = "where to write; without it, in the first directory"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=where)
     parser.add_argument("--force", action="store_true", help="overwrite what an earlier report wrote")
@@ -51,8 +53,8 @@ def main(arguments: argparse.Namespace) -> int:
 
     arguments.directories, runs = _loaded(arguments.directories or [_newest()])
     paths = _paths(arguments)
-    title, subtitle = _titles(arguments.directories, runs)
-    texts = {form: _text(form, title, subtitle, runs) for form in paths}
+    title = arguments.title or _title(arguments.directories, runs)
+    texts = {form: _text(form, title, _subtitle(runs), runs) for form in paths}
     for form, path in paths.items():
         replace_bytes(path, texts[form].encode("utf-8", "backslashreplace"))
     for form, path in paths.items():
@@ -88,7 +90,7 @@ def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
     folder = arguments.output or (first if first.is_dir() else first.parent)
     if arguments.output and not folder.is_dir():
         require(Problem("--output", folder, "there is no such folder", "create it, or give another one"))
-    paths = {form: folder / f"report.{form}" for form in forms}
+    paths = {form: folder / f"report.{_FORMS[form]}" for form in forms}
     there = [path for path in paths.values() if path.exists()]
     if there and not arguments.force:
         remedy = "give --force to overwrite it, or --output with another folder"
@@ -114,37 +116,41 @@ def _loaded(directories: Sequence[Path]) -> tuple[list[Path], list[RunRecord]]:
     return kept, list(runs.values())
 
 
-def _titles(directories: Sequence[Path], runs: Sequence[RunRecord]) -> tuple[str, str]:
-    """Return the title, of the directories' names, and the subtitle: their runs, and when and by what it was made."""
+def _title(directories: Sequence[Path], runs: Sequence[RunRecord]) -> str:
+    """Return the models, or without any the workloads, and the directories' names: ``gpt_tiny: 2026-11-28_sweep``."""
+    from ptdbench.report.labels import short_paths
+    from ptdbench.report.remarks import listed
+
+    subjects = dict.fromkeys(filter(None, (run.model for run in runs))) or dict.fromkeys(run.workload for run in runs)
+    folders = (path.parent if path.is_file() else path for path in map(Path.resolve, directories))
+    return f"{listed([*subjects])}: {listed([*short_paths(folders).values()])}"
+
+
+def _subtitle(runs: Sequence[RunRecord]) -> str:
+    """Return how many runs there are, and when and by what the report was made."""
     from ptdbench.measure import hardware
     from ptdbench.report import virtual
 
-    unique = dict.fromkeys(directory.resolve() for directory in directories)
-    paths = [path.parent if path.is_file() else path for path in unique]
-    names = Counter(path.name for path in paths)
-    folder = os.path.commonpath([path.parent for path in paths] or [Path("/")])
-    titles = (str(path.relative_to(folder)) if names[path.name] > 1 else path.name or str(path) for path in paths)
     kinds = Counter("plan" if run.kind == "planned" else "run" for run in runs)
     words = Counter("too large" if virtual.does_not_fit(run) else run.status for run in runs)
     others = (f"{count} {word}" for word, count in words.items() if word != "ok")
     counted = ", ".join([*(plural(count, kind) for kind, count in kinds.items()), *others])
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return ", ".join(titles), f"{counted} · made by {hardware.this_package()} on {made}"
+    return f"{counted} · made by {hardware.this_package()} on {made}"
 
 
 def _text(form: str, title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
-    if form == "html":
-        from ptdbench.report.page.document import content, document
+    if form == "csv":
+        from ptdbench.records.load import Run, Runs
 
-        return document(title, subtitle, content(runs))
-    if form == "md":
-        from ptdbench.report.markdown import markdown
+        frame = Runs(Run(run, Path(run.directory)) for run in runs).frame()
+        return str(frame.apply(lambda column: column.map(_cell)).rename(columns=_cell).to_csv(index=False))
+    from ptdbench.report.latex import latex
+    from ptdbench.report.markdown import markdown
+    from ptdbench.report.page.document import page
 
-        return markdown(title, subtitle, runs)
-    from ptdbench.records.load import Run, Runs
-
-    frame = Runs(Run(run, Path(run.directory)) for run in runs).frame()
-    return str(frame.apply(lambda column: column.map(_cell)).rename(columns=_cell).to_csv(index=False))
+    write: Callable[[str, str, Sequence[RunRecord]], str] = {"html": page, "md": markdown, "latex": latex}[form]
+    return write(title, subtitle, runs)
 
 
 def _cell(value: Any) -> Any:

@@ -13,6 +13,7 @@ from ptdbench.comparison.variation import Noise, Pool
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Degree
 from ptdbench.terminal import plural
+from ptdbench.units import three_digits
 
 #: Shares above this are not shown as figures.
 _MOST = 1.0
@@ -142,13 +143,9 @@ def remark(ranking: Ranking) -> str | None:
     if len(ranked) < 2:
         return None
     counts = [len(place.alternative.sample) for place in ranked]
-    each = f"{_runs(min(counts), max(counts))} each"
-    known = [place.against_best for place in ranked if place.against_best]  # none if the first has too few runs
-    if not known and not any(place.faster for place in ranked):
-        return f"{each}: not ranked; repeat=5 ranks them"
-    detected = _detected(max(one.detectable for one in known)) if known else ""
-    said = [f"ranks: simultaneous {1 - LEVEL:.0%} confidence"]
-    said.append(f"with {each}, {detected} ({POWER:.0%} power)" if known else each)
+    if not any(place.against_best or place.faster for place in ranked):  # the first has too few runs
+        return f"{_resolution(ranked)}: not ranked; repeat=5 ranks them"
+    said = [f"ranks: simultaneous {1 - LEVEL:.0%} confidence", _resolution(ranked)]
     if min(counts) == 1 < max(counts):
         said.append(f"single runs: {'judged by how much the others vary' if ranking.earlier else 'no rank'}")
     elif max(counts) == 1 and ranking.earlier:
@@ -162,3 +159,52 @@ def _runs(fewest: int, most: int) -> str:
     if fewest < most:
         return f"{fewest} to {most} runs"
     return "one run" if most == 1 else plural(most, "run")
+
+
+def answer(named: Sequence[tuple[str, Place]], unit: str) -> str:
+    """Return which of the named places is fastest and by how much, as far as it is known; at least one has a rank."""
+    ranked = [(name, place) for name, place in named if place.rank]
+    leader, best = ranked[0]
+    if len(ranked) == 1:
+        return f"{leader}: {three_digits(best.rate or 0.0)} {unit}/s{margin_text(best.margin)}, compared with no other"
+    first = [name for name, place in ranked if not place.faster]
+    rest = [(name, place) for name, place in ranked if place.faster]
+    if not first or not rest:
+        noun = "layout" if len({place.alternative.runs[0].parallel for _, place in ranked}) > 1 else "configuration"
+        resolution, unranked = (
+            _resolution([place for _, place in ranked]),
+            not any(place.against_best for _, place in ranked),
+        )
+        return f"No {noun} is shown to be faster than another: {resolution}{'; repeat=5 ranks them' * unranked}"
+    second, behind = rest[0]
+    if len(first) > 1:
+        slower = f"{second} is slower" if len(rest) == 1 else f"the others are slower, {second} least"
+        return f"{spoken(first)} cannot be told apart; {slower}: {_times(behind, leader)}"
+    alike = [name for name, place in rest if not any(place.is_behind(other) for _, other in rest)]
+    apart = f"; {spoken(alike)} cannot be told apart" if len(alike) > 1 else ""
+    return f"{leader} is fastest: {_times(behind, second, is_inverse=True)}{apart}"
+
+
+def _times(place: Place, reference: str, is_inverse: bool = False) -> str:
+    """``0.77x ddp (95 %: 0.71 to 0.83)``; inverse: how many times as fast the first place is."""
+    known = place.against_best
+    ratio, *ends = [place.ratio or 1.0, *([known.low, known.high] if known else [])]
+    if is_inverse:
+        ratio, *ends = 1 / ratio, *(1 / end for end in reversed(ends))
+    decimals = 3 if ends and ends[1] - ends[0] < 0.02 else 2  # with fewer, the ends might look the same
+    interval = f" (95 %: {' to '.join(f'{end:.{decimals}f}' for end in ends)})" if ends else ""
+    return f"{ratio:.{decimals}f}x {reference}{interval}"
+
+
+def _resolution(ranked: Sequence[Place]) -> str:
+    """Return which differences the runs detect, or how many runs each had if that is unknown."""
+    counts = [len(place.alternative.sample) for place in ranked]
+    each = f"{_runs(min(counts), max(counts))} each"
+    largest = max((place.against_best.detectable for place in ranked if place.against_best), default=None)
+    return each if largest is None else f"with {each}, {_detected(largest)} ({POWER:.0%} power)"
+
+
+def spoken(names: Sequence[str], most: int = 4) -> str:
+    """``ddp, fsdp and tp``; of more than ``most`` names the first ones, and how many others there are."""
+    shown = [*names] if len(names) <= most else [*names[: most - 1], plural(len(names) - most + 1, "other")]
+    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))

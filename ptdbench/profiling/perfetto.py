@@ -24,8 +24,9 @@ _MESSAGES = ("gloo:send", "gloo:recv")
 #: Maximum number of arrows and messages in the trace of one rank.
 _ARROWS = 2**40
 
-#: Maximum number of processes of one rank in the merged trace: its threads, its GPU, the profiler's own.
-_PROCESSES = 100
+#: Maximum number of processes of one rank in the merged trace: its threads, its GPU, the profiler's own; rank r has the
+#: process ids from r times this on.
+PROCESSES = 100
 
 
 def compress(
@@ -72,14 +73,14 @@ def _of_rank(events: Iterable[Event], rank: int, name: str, shift: float) -> Ite
         if event.get("cat") == "Trace" or pid in ("Spans", "Traces", ""):  # the profiler's events about itself
             continue
         if pid not in processes:
-            processes[pid] = rank * _PROCESSES + len(processes)
+            processes[pid] = rank * PROCESSES + len(processes)
         changed = {**event, "pid": processes[pid]}
         if "ts" in event:
             changed["ts"] = event["ts"] + shift
         if "id" in event:
             changed["id"] = rank * _ARROWS + int(event["id"])
         if what == "process_name":
-            label = f", {'GPU ' * str(pid).isdecimal()}{pid}" if processes[pid] % _PROCESSES else ""
+            label = f", {'GPU ' * str(pid).isdecimal()}{pid}" if processes[pid] % PROCESSES else ""
             changed["args"] = {"name": name + label}
         elif what == "process_sort_index":
             changed["args"] = {"sort_index": processes[pid]}

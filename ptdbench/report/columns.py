@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Column(text.Column[Row]):
-    """A column of runs; ``{unit}`` in its heading is tokens or samples, and ``{device}`` GPU or rank."""
+    """A column of runs; ``{unit}`` in its heading is tokens or samples, ``{device}`` GPU or rank."""
 
     name: str  #: Its name in the filter of the page.
     value: Callable[[Row], Any]  #: The value that the page sorts and compares, in units of records; a range's start.
@@ -46,8 +46,9 @@ class Column(text.Column[Row]):
     field: str = ""  #: Its name in the rows of the page, if different.
     higher_is_better: bool = False  #: Whether the largest figure is the best one.
     always_shown: bool = False  #: Whether every table has it, even without figures.
-    needs_several_rows: bool = False  #: Whether it is meaningless for a single row.
-    page_only: bool = False  #: Whether only the page has it.
+    #: Whether it says anything about these rows, which have a figure in it.
+    applies: Callable[[Sequence[Row]], bool] = lambda rows: True
+    tables: tuple[str, ...] = ("terminal", "file", "page", "paper")  #: Where tables have it.
     #: What the title of a table without room for it says of its text, if all rows have the same.
     in_title: Callable[[str], str] | None = None
     #: ``drop_order`` with repeats, if different: certainty of the order then matters more than steps of one run.
@@ -62,7 +63,7 @@ class Column(text.Column[Row]):
         """Return the column's description for the page."""
         return {
             "name": self.name,
-            "head": self.name if self.is_text else self.heading,
+            "head": "configuration" if self.name == "configuration" else self.heading,
             "field": self.field or self.name,
             "scale": self.scale,
             "higher_is_better": self.higher_is_better,
@@ -75,8 +76,9 @@ def _rate(row: Row) -> str:
     return f"{figure_text(row.place.rate or row.run.metrics.rate, three_digits)}{margin_text(row.place.margin)}"
 
 
-def _of_each(rate: float | None, ranks: int | None) -> float | None:
-    return rate / ranks if rate and ranks and ranks > 1 else None
+def _rate_per_device(row: Row) -> float | None:
+    ranks = row.run.world_size or 1
+    return row.place.rate / ranks if row.place.rate and ranks > 1 else None
 
 
 def _step_time(row: Row) -> str:
@@ -131,11 +133,16 @@ def _figure(
     return Column(heading, cell=lambda row: figure_text(value(row), write), name=name, value=value, **more)
 
 
+#: Tables of columns that papers have no room for.
+_NOT_IN_PAPERS = ("terminal", "file", "page")
+
+
 def planned(heading: str, size: Callable[[int], str] = memory_text) -> Column:
     """Return a column that only plans have, of :data:`ptdbench.report.virtual.PLANNED`; ``size`` formats bytes."""
     is_size, field = heading not in virtual.NO_SIZES, f"plan_{heading.replace(' ', '_')}"
     return _figure(heading, name=f"{field}_mib" if is_size else field, scale=2**-20 if is_size else 1.0, field=field,
                    value=lambda row: virtual.plan_figures(row.run).get(heading), write=size if is_size else str,
+                   tables=Column.tables if heading in ("mb", "left", "fits", "max mb") else _NOT_IN_PAPERS,
                    is_text=heading == "fits", drop_order=virtual.PLANNED[heading])  # fmt: skip
 
 
@@ -151,32 +158,34 @@ COLUMNS = (
             min_width=0),
     _figure("ranks", "ranks", attrgetter("run.world_size"),
             in_title=lambda text: "1 rank" if text == "1" else f"{text} ranks"),
-    _figure("nodes", "nodes", lambda row: len(row.run.nodes) or None, page_only=True),
+    _figure("nodes", "nodes", lambda row: len(row.run.nodes) or None, tables=("page",),
+            applies=lambda rows: any(len(row.run.nodes) > 1 for row in rows)),
     _figure("batch", "batch", attrgetter("run.global_batch"), in_title="batch {}".format),
     *(planned(heading) for heading in virtual.PLANNED if heading not in ("allocated", "reserved")),  # those below
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",
            higher_is_better=True),
-    _figure("{unit}/s/{device}", "throughput_per_device", lambda row: _of_each(row.place.rate, row.run.world_size),
-            three_digits, higher_is_better=True, drop_order=-2),  # it follows from others
+    _figure("{unit}/s/{device}", "throughput_per_device", _rate_per_device, three_digits, higher_is_better=True,
+            drop_order=-2),  # it follows from others
     Column("vs best", name="ratio", value=lambda row: row.place.ratio, higher_is_better=True,  # 0.65x (0.63-0.67)
            cell=lambda row: figure_text(row.place.ratio, "{:.2f}x".format) + interval_text(row.place.against_best, 2),
-           needs_several_rows=True, drop_order=2, drop_order_with_repeats=5),
+           applies=lambda rows: len(rows) > 1, drop_order=2, drop_order_with_repeats=5),
     Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=attrgetter("run.step_seconds.mean"), scale=1e3,
-           field="step", drop_order_with_repeats=2),
+           field="step", drop_order_with_repeats=2, tables=_NOT_IN_PAPERS),
     _figure("memory", "memory_mib", attrgetter("run.metrics.peak_memory_bytes"), memory_text, scale=2**-20,
             field="memory", drop_order=3),
     _figure("reserved", "reserved_mib", attrgetter("run.metrics.peak_reserved_bytes"), memory_text, scale=2**-20,
-            field="reserved", drop_order=1),
+            field="reserved", drop_order=1, tables=_NOT_IN_PAPERS),
     _figure("MFU", "mfu", attrgetter("run.metrics.mfu"), _PERCENT, scale=100, higher_is_better=True),
     _figure("MFU causal", "mfu_causal", attrgetter("run.metrics.mfu_causal"), _PERCENT, scale=100,
-            higher_is_better=True, page_only=True),
+            higher_is_better=True, tables=("page",)),
     _figure("% of GEMM", "of_ceiling", attrgetter("run.metrics.share_of_ceiling"), _PERCENT, scale=100,
-            higher_is_better=True, drop_order=0),
-    _figure("J/sample", "joules", _joules, three_digits, page_only=True),
+            higher_is_better=True, drop_order=0, tables=_NOT_IN_PAPERS),
+    _figure("J/sample", "joules", _joules, three_digits, tables=("page",)),
     _figure("loss", "loss", attrgetter("run.final_loss"), _THREE_DECIMALS),
     Column("val", name="held_out", cell=_evaluation, value=lambda row: _held_out(row)[0], drop_order=4),
-    _figure("status", "status", _statuses, is_text=True, always_shown=True),
-    _figure("sweep", "sweep", lambda row: str(sweep_of(row.run)), is_text=True, page_only=True),
+    _figure("status", "status", _statuses, is_text=True, always_shown=True, tables=_NOT_IN_PAPERS),
+    _figure("sweep", "sweep", lambda row: str(sweep_of(row.run)), is_text=True, tables=("page",),
+            applies=lambda rows: len({sweep_of(row.run) for row in rows}) > 1),
 )  # fmt: skip
 
 
@@ -190,6 +199,7 @@ class Section:
 
     rows: list[Row]  #: In the order of their ranking; at least one.
     unit: str  #: The unit of their throughput, see :func:`unit`.
+    answer: str  #: The sentence that says which row is fastest, as far as that is known.
     remarks: list[str]  #: Sentences on the order, failures and measurements.
     why: list[str]  #: Sentences on why the next runs are slower than the fastest one.
     is_only: bool = True  #: Whether no other section has the same model.
@@ -199,6 +209,11 @@ class Section:
         """Their model."""
         return self.rows[0].run.model
 
+    @property
+    def name(self) -> str:
+        """The model; if several sections have it, the whole title."""
+        return str(self.model) if self.is_only else self.title()
+
     def title(self, moved: Iterable[str] = ()) -> str:
         """Return the title: what all runs have in common, and columns ``moved`` there."""
         run = self.rows[0].run
@@ -206,13 +221,18 @@ class Section:
         apart = [] if self.is_only else [form.format(size) for form, size in sizes.items() if size]
         return title([run for row in self.rows for run in row.runs], dict.fromkeys([*apart, *moved]))
 
-    def columns(self) -> list[Column]:
-        """Return the columns of a table: those with a figure in any row, or always shown."""
-        one_row = len(self.rows) == 1
-        tabled = [one for one in COLUMNS if not one.page_only and not (one.needs_several_rows and one_row)]
-        known = [one for one in tabled if one.always_shown or any(one.cell(row) != MISSING for row in self.rows)]
-        device = "GPU" if self.rows[0].run.environment.devices else "rank"
-        return [replace(one, heading=one.heading.format(unit=self.unit, device=device)) for one in known]
+    def columns(self, where: str = "terminal") -> list[Column]:
+        """Return the columns of a table in a terminal, a file, the page or a paper: those that say anything."""
+        tabled = [one for one in COLUMNS if where in one.tables and (one.always_shown or self._shows(one))]
+        return [replace(one, heading=one.heading.format(unit=self.unit, device=self.device)) for one in tabled]
+
+    def _shows(self, column: Column) -> bool:
+        return any(column.cell(row) != MISSING for row in self.rows) and column.applies(self.rows)
+
+    @property
+    def device(self) -> str:
+        """What a rank is: ``GPU``, or ``rank`` on a CPU."""
+        return "GPU" if any(row.run.environment.devices for row in self.rows) else "rank"
 
 
 def sections(alternatives: Iterable[Alternative]) -> list[Section]:
@@ -220,6 +240,11 @@ def sections(alternatives: Iterable[Alternative]) -> list[Section]:
     made = [*map(_section, ranking.of_models(alternatives))]
     counts = Counter(section.model for section in made)
     return [replace(section, is_only=counts[section.model] == 1) for section in made]
+
+
+def answers(sections: Sequence[Section]) -> list[str]:
+    """Return the sentence that answers which row is fastest, of each section; of several, with their names."""
+    return [one.answer if len(sections) == 1 else f"{one.name}: {one.answer}" for one in sections]
 
 
 def unit(records: Iterable[RunRecord]) -> str:
@@ -232,7 +257,19 @@ def _section(ranked: Ranking) -> Section:
     named = names(typical)
     rows = list(map(Row, ranked.places, named))
     counted = unit(run for row in rows for run in row.runs)
-    return Section(rows, counted, remarks.of_rows(ranked, named), _why(rows))
+    return Section(rows, counted, _answer(rows, counted), remarks.of_rows(ranked, named), _why(rows))
+
+
+def _answer(rows: Sequence[Row], unit: str) -> str:
+    others = [(row.name, row.run) for row in rows if not row.place.rank]
+    lost = [f"{name} ({run.status})" for name, run in others if not (virtual.is_ok(run) or virtual.does_not_fit(run))]
+    if len(others) < len(rows):
+        parts = [ranking.answer([(row.name, row.place) for row in rows], unit)]
+    else:
+        parts = [*virtual.answer(others)]
+    if lost:
+        parts.append(f"{'No throughput' if parts else 'No run finished'}: {ranking.spoken(lost)}")
+    return f"{'. '.join(parts)}."
 
 
 def _why(rows: Sequence[Row]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -186,8 +187,24 @@ _PLACES: tuple[_Detail, ...] = (
 )
 
 
+def short_paths(paths: Iterable[Path]) -> dict[Path, str]:
+    """Name folders by the last part of their paths, or if these are alike, by all that follows their common folder."""
+    whole = {path: path.absolute() for path in paths}
+    if len({path.name for path in whole.values()}) == len(whole):
+        return {path: where.name or str(where) for path, where in whole.items()}
+    common = os.path.commonpath([where.parent for where in whole.values()])
+    return {path: str(where.relative_to(common)) for path, where in whole.items()}
+
+
 #: Fields of an environment that are always shown, with a prefix if the value alone is unclear.
 _HEAD = {"host": "", "cpu": "", "torch": "torch ", "ptdbench": "ptdbench "}
+
+
+#: Maximum number of further fields in a title.
+_APART = 4
+
+#: Values of fields that are not known.
+_UNKNOWN: tuple[object, ...] = (None, {}, [])
 
 
 class Environments:
@@ -202,19 +219,33 @@ class Environments:
         """Return the index of a run's environment; ``None`` if it is not recorded."""
         return self._numbers.get(_key(run))
 
-    def titles(self) -> list[str]:
-        """Return a line for each environment: machine and versions, and whatever else differs."""
-        known = [
-            {name.removeprefix("settings."): as_text(value) for name, value in leaves(one) if value not in (None, {})}
-            for one in self.found
-        ]
-        names = dict.fromkeys(name for one in known for name in one if name not in _HEAD)
-        differing = [name for name in names if len({one.get(name) for one in known}) > 1]
-        titles = []
-        for one in known:
-            head = [f"{word}{one[name]}" for name, word in _HEAD.items() if name in one]
-            titles.append(", ".join([*head, *(f"{name} {one.get(name, 'unknown')}" for name in differing)]))
-        return titles
+    def described(self) -> dict[str, dict[str, str]]:
+        """Return the known fields of each environment by its title; of several, those that all share come first."""
+        known = [{name: _field(value) for name, value in leaves(one) if value not in _UNKNOWN} for one in self.found]
+        if len(known) < 2:
+            return {f"environment: {_title(one, ())}": one for one in known}
+        shared = dict(set.intersection(*(set(one.items()) for one in known)))
+        common = {name: text for name, text in known[0].items() if name in shared}
+        described = {"common to all environments": common} if common else {}
+        for place, one in enumerate(known, start=1):
+            apart = {name: text for name, text in one.items() if name not in shared}
+            described[f"environment {place}: {_title(one, apart)}"] = apart
+        return described
+
+
+def _title(fields: Mapping[str, str], apart: Collection[str]) -> str:
+    """Return machine and versions, and the fields that tell an environment apart."""
+    head = [f"{word}{fields[name]}" for name, word in _HEAD.items() if name in fields]
+    others = [name for name in apart if name not in _HEAD][:_APART]
+    return ", ".join([*head, *(f"{name.removeprefix('settings.')} {fields[name]}" for name in others)])
+
+
+def _field(value: object) -> str:
+    """Return a value as text, and what a list repeats once: ``8 x NVIDIA H100 80GB HBM3``."""
+    if not isinstance(value, list):
+        return as_text(value)
+    counts = Counter(map(as_text, value))
+    return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in counts.items())
 
 
 def _key(run: RunRecord) -> str:

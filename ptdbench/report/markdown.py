@@ -9,7 +9,7 @@ from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import columns, table
 from ptdbench.report.columns import Column, Row, Section
-from ptdbench.report.labels import Environments, as_text
+from ptdbench.report.labels import Environments
 from ptdbench.terminal import plain
 
 #: Width in columns of the output of other workloads.
@@ -17,24 +17,23 @@ _WIDTH = 110
 
 
 def markdown(title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
-    """Return the report of runs whose ``directory`` fields give their current location."""
+    """Return the report of runs whose ``directory`` fields give their current location; it begins with its answers."""
     sections = columns.sections(of_sweeps([run for run in runs if run.model]))
-    parts = [f"# {_escaped(title)}", _escaped(subtitle)]
+    parts = [f"**{_escaped(line)}**" for line in columns.answers(sections)]
+    parts += [f"# {_escaped(title)}", _escaped(subtitle)]
     parts += [part for one in sections for part in _of_model(one)]
     parts += [part for run in runs if not run.model for part in _of_workload(run)]
-    environments = Environments(runs)
-    for heading, values in zip(environments.titles(), environments.found, strict=True):
-        known = [f"{name}: {as_text(value)}" for name, value in values.items() if value is not None]
-        parts.append(_folded(f"environment: {heading}", ["\n".join(known)]))
+    for heading, fields in Environments(runs).described().items():
+        parts.append(_folded(heading, ["\n".join(f"{name}: {text}" for name, text in fields.items())]))
     return plain("\n\n".join(parts)) + "\n"
 
 
 def _of_model(section: Section) -> Iterator[str]:
     yield f"## {_escaped(section.title())}"
-    yield _table(section.columns(), section.rows)
+    yield _table(section.columns("file"), section.rows)
     if lines := [*section.remarks, *section.why]:
         yield "\n".join(f"- {_escaped(line)}" for line in lines)
-    typed = [(row.name, row.run.rerun_command() or "what was typed is not on record") for row in section.rows]
+    typed = [(row.name, row.run.rerun_command() or "the command is not on record") for row in section.rows]
     yield _folded("commands", [f"# {name}\n{command}" for name, command in typed])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import astuple
 
+from ptdbench.comparison.ranking import spoken
 from ptdbench.grouping import grouped
 from ptdbench.problems import in_shell
 from ptdbench.profiling.phases import KINDS
@@ -14,7 +15,7 @@ from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Plan, Virtual
 from ptdbench.report.text import drawn, figure_text, wrap
 from ptdbench.terminal import command, rank_names
-from ptdbench.units import gib_text, size_text
+from ptdbench.units import gib_text, memory_text, size_text
 
 
 def is_ok(record: RunRecord) -> bool:
@@ -69,13 +70,24 @@ def plan_figures(record: RunRecord) -> dict[str, int | str | None]:
     }
 
 
+def answer(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
+    """Yield which plans fit in memory, and which virtual run needs the least."""
+    sizes = {name: size for name, run in named if run.kind == "virtual" and (size := run.metrics.peak_memory_bytes)}
+    if least := min(sizes, key=sizes.__getitem__, default=None):
+        yield f"Least memory: {least}, {memory_text(sizes[least])} on its largest rank; virtual runs have no times"
+    plans = [(name, run.plan) for name, run in named if run.kind == "planned"]
+    for fits, words in ((True, "Fits in memory"), (False, "Does not fit")):
+        if some := [(name, plan.largest_micro_batch) for name, plan in plans if plan.fits is fits]:
+            yield f"{words}: {spoken([f'{name} (micro-batch up to {most})' if most else name for name, most in some])}"
+
+
 def remarks(records: Sequence[RunRecord]) -> Iterator[str]:
     """Yield what to know about the virtual runs and the plans of a table."""
     plans = [record for record in records if record.kind == "planned"]
     if plans:
         yield "planned: predicted, not run; memory of the largest rank"
     if devices := ", ".join(dict.fromkeys(name for record in records if (name := record.virtual.device))):
-        yield f"{devices}: nothing is computed: memory and messages are exact, and there are no times"
+        yield f"{devices}: memory and messages are exact, nothing is computed, no timing"
     yield from dict.fromkeys([*of_plans(plans), *_of_models(records)])
 
 

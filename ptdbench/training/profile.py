@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import profile, record_function
+from torch.distributed.pipelining import PipelineStage
 
 from ptdbench.files import lack_of_space
 from ptdbench.grouping import grouped
@@ -28,9 +29,8 @@ from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import bandwidth
 from ptdbench.parallel.comm_volume import Size
-from ptdbench.profiling import events, perfetto, trace
+from ptdbench.profiling import events, perfetto, schedule, trace
 from ptdbench.profiling.phases import PHASES, Partition, Traffic, partition
-from ptdbench.profiling.trace import WAITING
 from ptdbench.records.schema import Communication, Metrics, Phases
 from ptdbench.training import traces
 from ptdbench.training.loop import StepLoop
@@ -248,7 +248,10 @@ def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     on_gpu = "cuda" if device.type == "cuda" else None
     watching = profile(use_device=on_gpu, record_shapes=True, use_kineto=True, profile_memory=memory)
-    with labelled_waits(), watching as taken:
+    with ExitStack() as labels:
+        for owner, method, label in _LABELLED:
+            labels.enter_context(labelled(owner, method, label))
+        taken = labels.enter_context(watching)
         yield taken
         if on_gpu:
             torch.cuda.synchronize(device)
@@ -256,20 +259,36 @@ def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
             time.sleep(_SETTLING)
 
 
+#: Methods whose calls a trace labels, and the label by the arguments of a call. A CPU trace shows communication, but
+#: not what waits for it; and only some of torch's schedules label the passes of their micro-batches.
+_LABELLED: tuple[tuple[type, str, Callable[..., str]], ...] = (
+    (dist.Work, "wait", lambda *_, **__: trace.WAITING),
+    (PipelineStage, "forward_one_chunk", lambda stage, number, *_, **__: _chunk(stage, "F", number)),
+    (PipelineStage, "backward_one_chunk",
+     lambda stage, number, *_, full_backward=True, **__: _chunk(stage, "B" if full_backward else "I", number)),
+    (PipelineStage, "backward_weight_one_chunk", lambda stage, number, *_, **__: _chunk(stage, "W", number)),
+)  # fmt: skip
+
+
+def _chunk(stage: PipelineStage, kind: str, microbatch: int) -> str:
+    """Return the label of a pass of a micro-batch, in torch's notation of schedules."""
+    return f"{schedule.CHUNK}{stage.stage_index}{kind}{microbatch}"
+
+
 @contextmanager
-def labelled_waits() -> Iterator[None]:
-    """Label each ``Work.wait()``: a CPU trace shows communication, but not what waits for it."""
-    wait = dist.Work.wait
+def labelled(owner: type, method: str, label: Callable[..., str]) -> Iterator[None]:
+    """Label each call of a method."""
+    call = getattr(owner, method)
 
-    def labelled(self: dist.Work, *arguments: Any, **options: Any) -> Any:
-        with record_function(WAITING):
-            return wait(self, *arguments, **options)
+    def labelled_call(*arguments: Any, **options: Any) -> Any:
+        with record_function(label(*arguments, **options)):
+            return call(*arguments, **options)
 
-    dist.Work.wait = labelled  # type: ignore[method-assign, assignment]
+    setattr(owner, method, labelled_call)
     try:
         yield
     finally:
-        dist.Work.wait = wait  # type: ignore[method-assign]
+        setattr(owner, method, call)
 
 
 #: Kinds of kernels by regular expressions of their names; the first match counts, ``other`` if none does.

@@ -37,13 +37,16 @@ class TestForms:
         assert report(sweep) == (0, [f"report       {sweep / 'report.html'}"], [])
         text = (sweep / "report.html").read_text()
         assert text.startswith("<!DOCTYPE html>")
-        assert "<h1>sweep</h1>" in text
+        assert "<h1>gpt_tiny: sweep</h1>" in text
+        assert '<p class="answer">No layout is shown to be faster than another: one run each; ' in text
         assert "3 runs, 1 oom · made by ptdbench " in text
 
     def test_markdown_and_csv(self, report, sweep):
         assert report(sweep, "--md", "--csv")[0] == 0
         assert sorted(path.name for path in sweep.glob("report.*")) == ["report.csv", "report.md"]
-        assert (sweep / "report.md").read_text().startswith("# sweep\n")
+        answer, title = (sweep / "report.md").read_text().split("\n\n")[:2]
+        assert answer.endswith(". No throughput: tp (oom).**")
+        assert title == "# gpt\\_tiny: sweep"
         with (sweep / "report.csv").open() as file:
             found = list(csv.DictReader(file))
         assert [row["status"] for row in found] == ["ok", "ok", "oom"]
@@ -90,11 +93,15 @@ class TestForms:
         assert report(sweep, tmp_path / "more", sweep, tmp_path, "--csv")[0] == 0
         assert len((sweep / "report.csv").read_text().splitlines()) == 1 + 4
 
-    def test_directories_of_one_name_are_told_apart_in_the_title(self, report, sweep, tmp_path):
+    def test_a_title_is_given_or_tells_directories_of_one_name_apart(self, report, sweep, tmp_path):
         for place in ("one/outputs", "two/outputs"):
             keep(tmp_path / place, "0_gpt_tiny_ddp", DDP)
         assert report(tmp_path / "one/outputs", sweep, tmp_path / "two/outputs", "--md")[0] == 0
-        assert (tmp_path / "one/outputs/report.md").read_text().startswith("# one/outputs, sweep, two/outputs\n")
+        assert (tmp_path / "one/outputs/report.md").read_text().split("\n\n")[1] == (
+            "# gpt\\_tiny: one/outputs, sweep, two/outputs"
+        )
+        assert report(sweep, "--latex", "--title", "8 GPUs")[1] == [f"report       {sweep / 'report.tex'}"]
+        assert (sweep / "report.tex").read_text().startswith("% 8 GPUs\n")
 
     def test_of_several_directories_an_empty_one_is_named_and_left_out(self, report, sweep, tmp_path):
         """As of a comparison that was killed before its first run."""

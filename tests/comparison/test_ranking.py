@@ -24,6 +24,11 @@ def ranked(*alternatives, earlier=None):
     return ranking.rank(group(one for runs in alternatives for one in runs), earlier)
 
 
+def answer(found):
+    """The sentence on the places, each called by how it is parallelized."""
+    return ranking.answer([(one.alternative.median_run.parallel, one) for one in found.places], "tokens")
+
+
 def past(deviation, freedom=8):
     """Earlier runs that differ by so much."""
     spread = Spread(deviation**2 * freedom, freedom)
@@ -38,6 +43,7 @@ def test_each_has_its_rank_where_all_differ():
     assert second.ratio == pytest.approx(stats.gmean(scaled(0.8)) / stats.gmean(STEADY))
     assert second.against_best.low < second.ratio < second.against_best.high
     assert (first.ratio, first.against_best, last.ratio, last.rate, last.margin) == (1.0, None, None, None, None)
+    assert re.fullmatch(r"ddp is fastest: 1\.250x fsdp \(95 %: 1\.2[34]\d to 1\.2[56]\d\)", answer(found))
 
 
 def test_what_is_tied_shares_its_ranks():
@@ -47,6 +53,7 @@ def test_what_is_tied_shares_its_ranks():
     largest = max(place.against_best.detectable for place in found.places[1:])
     detected = f"with 3 runs each, differences of {1 + largest:.4g}x or more are detected (90% power)"
     assert ranking.remark(found) == f"ranks: simultaneous 95% confidence; {detected}"
+    assert answer(found).endswith("); pdp and fsdp cannot be told apart")
 
 
 def test_an_order_is_known_although_ranks_overlap():
@@ -61,6 +68,7 @@ def test_an_order_is_known_although_ranks_overlap():
     first, middle, last = found.places
     assert last.is_behind(first)
     assert not any(one.is_behind(other) for one, other in ((middle, first), (last, middle), (first, last)))
+    assert answer(found).startswith("ddp and pdp cannot be told apart; fsdp is slower: 0.990x ddp (95 %: 0.98")
 
 
 def test_what_would_have_been_seen_is_among_all_pairs():
@@ -77,6 +85,7 @@ def test_what_would_have_been_seen_is_among_all_pairs():
 def test_a_single_alternative_has_no_order():
     found = ranked(repeated("ddp", STEADY))
     assert (found.places[0].rank, ranking.remark(found)) == ((1, 1), None)
+    assert re.fullmatch(r"ddp: 1,000 tokens/s ±\d\.\d%, compared with no other", answer(found))
     assert found.places[0].margin == significance.margin(Pool([sample := found.places[0].alternative.sample]), sample)
     nothing = ranked([failed("ddp", "no")])
     assert ([place.rank for place in nothing.places], ranking.remark(nothing)) == ([None], None)
@@ -86,6 +95,7 @@ def test_single_runs_without_knowledge_of_the_machine_have_no_order():
     found = ranked([run("ddp", 1000.0)], [run("fsdp", 100.0)])
     assert [(place.rank, place.margin, place.against_best) for place in found.places] == [((1, 2), None, None)] * 2
     assert ranking.remark(found) == "one run each: not ranked; repeat=5 ranks them"
+    assert answer(found) == "No layout is shown to be faster than another: one run each; repeat=5 ranks them"
 
 
 @pytest.mark.parametrize("earlier", [None, past(1e-4), past(9.0)])
@@ -168,6 +178,7 @@ def test_what_is_hardly_known_at_all_is_said_without_figures():
     wild = [1000.0, 10.0, 100000.0]
     found = ranked(repeated("ddp", wild), repeated("fsdp", wild[::-1]))
     assert ranking.remark(found).endswith("; with 3 runs each, not even 2x is detected (90% power)")
+    assert answer(found).endswith(": with 3 runs each, not even 2x is detected (90% power)")
     single = ranked(*([one] for one in single_runs(2)), earlier=past(3.0))
     assert ranking.remark(single).endswith("(90% power); judged by earlier runs, which differ by 2x and more")
     assert ranking.remark(ranked(*([one] for one in single_runs(2)), earlier=past(1e150)))

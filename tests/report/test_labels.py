@@ -146,14 +146,21 @@ def test_each_environment_has_one_number_whatever_the_order_of_its_fields():
 
 
 @pytest.mark.parametrize(
-    ("other", "ends"),
+    ("other", "differing", "titles"),
     [
-        ({"cores": 4}, ("2.11.0, ptdbench 1.0, cores 2", "2.11.0, ptdbench 1.0, cores 4")),
-        ({"cuda": "13.0"}, ("2.11.0, ptdbench 1.0, cuda unknown", "2.11.0, ptdbench 1.0, cuda 13.0")),
-        ({"settings": {"OMP": "1"}}, ("2.11.0, ptdbench 1.0, OMP unknown", "2.11.0, ptdbench 1.0, OMP 1")),
-        ({"torch": "2.12.0"}, ("2.11.0, ptdbench 1.0", "2.12.0, ptdbench 1.0")),  # what is said already
+        ({"cores": 4}, [{"cores": "2"}, {"cores": "4"}], [", cores 2", ", cores 4"]),
+        ({"devices": ["A", "B", "A"]}, [{}, {"devices": "2 x A, B"}], ["", ", devices 2 x A, B"]),  # unknown: left out
+        ({"settings": {"OMP": "1"}}, [{}, {"settings.OMP": "1"}], ["", ", OMP 1"]),
+        ({"host": "n2"}, [{"host": "n1"}, {"host": "n2"}], ["", ""]),  # what the title says already
     ],
 )
-def test_an_environment_is_its_machine_and_versions_and_what_differs_from_others(other, ends):
-    assert of(ONE).titles() == ["n1, a CPU, torch 2.11.0, ptdbench 1.0"]
-    assert of(ONE, ONE | other).titles() == [f"n1, a CPU, torch {end}" for end in ends]
+def test_an_environment_is_what_differs_from_others_after_what_all_share(other, differing, titles):
+    known = {"host": "n1", "cpu": "a CPU", "torch": "2.11.0", "ptdbench": "1.0", "cores": "2"}
+    assert of(ONE).described() == {"environment: n1, a CPU, torch 2.11.0, ptdbench 1.0": known}
+    (shared, *rest) = of(ONE, ONE | other).described().items()
+    assert shared == ("common to all environments", {name: known[name] for name in known if name not in other})
+    hosts = ["n1", other.get("host", "n1")]
+    assert [title for title, _ in rest] == [
+        f"environment {place + 1}: {hosts[place]}, a CPU, torch 2.11.0, ptdbench 1.0{titles[place]}" for place in (0, 1)
+    ]
+    assert [fields for _, fields in rest] == differing

@@ -2,7 +2,7 @@
 
 import shlex
 
-from ptdbench.commands.report import _titles
+from ptdbench.commands.report import _subtitle
 from ptdbench.report import virtual
 from ptdbench.report.markdown import markdown
 from ptdbench.report.page.document import content
@@ -153,6 +153,7 @@ def test_a_report_of_plans_has_their_columns_and_what_does_not_fit_is_no_failed_
     assert [(one["failed"], one["reason"]) for one in shown] == [
         (False, None), (False, "does not fit: micro-batch 4 needs 12.0 GiB"),
     ]  # fmt: skip
-    assert _titles([], plans)[1].startswith("2 plans, 1 too large · ")
+    assert markdown("a", "b", plans).startswith("**Fits in memory: ddp (micro-batch up to 8). Does not fit: fsdp.**\n")
+    assert _subtitle(plans).startswith("2 plans, 1 too large · ")
     broken = loaded(run(status="oom"), run(**{**fits, "status": "failed"}))
-    assert _titles([], [*plans, *broken])[1].startswith("3 plans, 1 run, 1 too large, 1 oom, 1 failed · ")
+    assert _subtitle([*plans, *broken]).startswith("3 plans, 1 run, 1 too large, 1 oom, 1 failed · ")

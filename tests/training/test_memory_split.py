@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ptdbench.local_part import plain_tensors
-from ptdbench.profiling import trace
+from ptdbench.profiling import schedule, trace
 from ptdbench.profiling.phases import KINDS
 from ptdbench.setup import run_spec
 from ptdbench.setup.training_spec import TrainingSpec
@@ -129,12 +129,13 @@ def run_unreadable(configuration: Any, directory: Path) -> None:
 
 
 def test_a_pass_that_cannot_be_read_costs_nothing_else(tmp_path):
-    RANKS.call(2, run_unreadable, composed(*TINY, "parallel=ddp", "profile.trace=true"), tmp_path)
+    RANKS.call(2, run_unreadable, composed(*TINY, "parallel=pdp", "profile.trace=true"), tmp_path)
     record = record_of(tmp_path)
     assert (record["status"], record["phases"]["reason"]) == ("ok", None)
     reason = "what the profiler saw cannot be read: AttributeError: no such field"
     assert (record["memory"]["reason"], record["memory"]["ranks"]) == (reason, None)
-    assert (tmp_path / "trace.json.gz").exists()
+    passes = {(one.rank, one.stage, one.kind) for one in schedule.read(tmp_path / "trace.json.gz")}
+    assert passes == {(rank, rank, kind) for rank in (0, 1) for kind in "FB"}
 
 
 def test_tensors_without_memory_of_their_own_are_those_that_they_consist_of():

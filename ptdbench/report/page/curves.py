@@ -15,6 +15,7 @@ from msgspec import Struct, convert
 from ptdbench.comparison.alternatives import sweep_of
 from ptdbench.grouping import grouped
 from ptdbench.measure.results import P2P, Collectives, Matmul
+from ptdbench.profiling import perfetto, schedule
 from ptdbench.records.effects import affects, options_affecting
 from ptdbench.records.load import MOST_LOST, Run
 from ptdbench.records.run_record import RunRecord
@@ -26,6 +27,9 @@ from ptdbench.terminal import plural
 
 #: Maximum number of rows with curves: more could not be told apart.
 _ROWS = 40
+
+#: Maximum number of rows with schedules: reading a trace may take seconds.
+_PIPELINES = 8
 
 #: Maximum number of points of a curve.
 _POINTS = 400
@@ -96,6 +100,18 @@ def _json(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.7g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
+def schedules(rows: Mapping[int, columns.Row]) -> list[dict[str, object]]:
+    """Return the schedules of the first pipelines that have a trace: ``number``, ``passes``, and ``lines`` of text."""
+    pipelines = {number: row.run for number, row in rows.items() if (row.run.layout.pipeline or 1) > 1}
+    paths = [(number, Path(run.directory) / perfetto.NAME) for number, run in pipelines.items() if not run.kind]
+    traced = [(number, path) for number, path in paths if path.exists()][:_PIPELINES]
+    return [
+        {"number": number, "passes": passes, "lines": [f"{rows[number].name}, {one}" for one in schedule.lines(passes)]}
+        for number, passes in ((number, schedule.read(path)) for number, path in traced)
+        if passes
+    ]
+
+
 def _agreement(runs: Mapping[str, RunRecord]) -> Iterator[str]:
     """Yield how far the losses of the same training, by name, are from the first, over their common steps."""
     losses = {name: found for name, run in runs.items() if len(found := _series(run, "losses"))}
@@ -111,7 +127,7 @@ def _agreement(runs: Mapping[str, RunRecord]) -> Iterator[str]:
         yield f"{_compared(apart, first, rounding(runs[first]))} ({plural(len(others), 'row')}, {steps})"
     if broken:
         named = listed([f"{name} from step {step + 1}" for name, step in broken.items()])
-        yield f"losses not finite or not on record: {named}"
+        yield f"losses missing or not finite: {named}"
 
 
 def _apart(one: np.ndarray, other: np.ndarray) -> float:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import count
 from string import Template
+from typing import Any
 
-from ptdbench.comparison.alternatives import of_sweeps
+from ptdbench.comparison.alternatives import of_sweeps, sweep_of
 from ptdbench.files import strict
 from ptdbench.grouping import grouped
 from ptdbench.profiling.phases import KINDS, PHASES
+from ptdbench.profiling.schedule import PASSES
 from ptdbench.records.effects import options_affecting
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import breakdown, columns, recorded_phases, table, virtual
 from ptdbench.report.columns import Row, Section
-from ptdbench.report.labels import Environments, by_option, titles, varying
+from ptdbench.report.labels import Environments, by_option, short_paths, titles, varying
 from ptdbench.report.page import curves
 from ptdbench.report.remarks import reason
 from ptdbench.report.text import MISSING
@@ -26,15 +29,23 @@ from ptdbench.terminal import ESCAPED, plain
 #: Width in columns of the output of other workloads.
 _WIDTH = 120
 
+#: The columns beside the name of a row: on a telephone no others are in sight.
+_FIRST = ("rank", "configuration", "throughput", "ratio", "plan_fits", "plan_max_mb", "plan_left_mib")
+
+
+def page(title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
+    """Return the report of runs whose ``directory`` fields give their current location."""
+    return document(title, subtitle, content(runs))
+
 
 def content(runs: Sequence[RunRecord]) -> dict[str, object]:
-    """Return the data of a report of runs whose ``directory`` fields give their current location.
+    """Return the data of a report.
 
     Returns:
-        ``models``: name, title, ``rows``, remarks and curves of each section; ``columns`` of rows; ``options``: varying
+        ``models``: id, title, ``rows``, remarks and curves of each section; ``columns`` of rows; ``options``: varying
         ones by name, with a value for each row, as typed; ``told``: options that columns show; ``common``: options
-        that all rows share; ``others``: results of other workloads; ``environments``: those of the runs, by the numbers
-        in ``rows``. Rates are in tokens or samples per second, times in seconds, sizes in bytes.
+        that all rows share; ``sweeps``: short names of paths; ``others``: results of other workloads; ``environments``:
+        fields by title. Rates are in tokens or samples per second, times in seconds, sizes in bytes.
     """
     sections = columns.sections(of_sweeps(run for run in runs if run.model))
     values = by_option([row.run for section in sections for row in section.rows])
@@ -48,17 +59,17 @@ def content(runs: Sequence[RunRecord]) -> dict[str, object]:
     others = [run for run in runs if not run.model]
     return {
         "models": [_model(section, rows, scaling, environments) for section, rows in numbered],
-        "columns": [column.on_page() for column in columns.COLUMNS],
+        "columns": [one.on_page() for name in _FIRST for one in columns.COLUMNS if one.name == name]
+        + [one.on_page() for one in columns.COLUMNS if one.name not in _FIRST],
+        "sweeps": {str(path): name for path, name in short_paths(map(sweep_of, runs)).items()},
         "options": differing,
         "told": options_affecting("told"),
         "common": {name: texts[0] for name, texts in values.items() if len(set(texts)) == 1},
         "phases": PHASES,
         "kinds": KINDS,
+        "passes": PASSES,
         "others": [_other(run, title, environments) for run, title in zip(others, titles(others), strict=True)],
-        "environments": [
-            {"title": title, "values": values}
-            for title, values in zip(environments.titles(), environments.found, strict=True)
-        ],
+        "environments": environments.described(),
     }
 
 
@@ -67,8 +78,13 @@ def _model(
 ) -> dict[str, object]:
     ranks = [row.place.rank for row in rows.values() if row.place.rank]
     return {
+        "id": re.sub(r"\W+", "-", f"table-{section.name}"),
+        "name": section.name,
         "title": section.title(),
+        "answer": section.answer,
         "unit": section.unit,
+        "device": section.device,
+        "usual": [one.name for one in section.columns("page")],
         "rows": [
             {
                 "number": number,
@@ -81,6 +97,7 @@ def _model(
         "remarks": section.remarks,
         "why": section.why,
         "model": section.model,
+        "schedules": curves.schedules(rows),
         **curves.of_steps(rows),
         "scaling": [curve for curve in scaling if curve.rows[0] in rows],
     }
@@ -136,8 +153,8 @@ def _other(run: RunRecord, title: str, environments: Environments) -> dict[str, 
 _SCRIPTS = ("words.js", "tables.js", "drawings.js", "figures.js", "main.js")
 
 
-def document(title: str, subtitle: str, content: Mapping[str, object]) -> str:
-    """Return the page for the data from :func:`content`."""
+def document(title: str, subtitle: str, content: Mapping[str, Any]) -> str:
+    """Return the page for the data from :func:`content`, whose answers are on top, with links to their tables."""
     from plotly.offline import get_plotlyjs
 
     data = json.dumps(strict(content), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
@@ -146,10 +163,17 @@ def document(title: str, subtitle: str, content: Mapping[str, object]) -> str:
         style=_part("page.css"),
         script="\n".join(map(_part, _SCRIPTS)),
         title=html.escape(plain(title)),
+        answers="\n".join(f'  <p class="answer">{line}</p>' for line in _answers(content.get("models", []))),
         subtitle=html.escape(plain(subtitle)),
         plotly=get_plotlyjs(),
         data=data.replace("<", "\\u003c"),  # so that no text in a record can close the element
     )
+
+
+def _answers(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for model in models:
+        name, answer = (html.escape(plain(model[field])) for field in ("name", "answer"))
+        yield f'<a href="#{html.escape(model["id"])}">{name}</a>: {answer}' if len(models) > 1 else answer
 
 
 def _part(name: str) -> str:

@@ -18,6 +18,9 @@ const PHASES = {
   other: { color: "#999999" },
 };
 
+// Passes of micro-batches: forward, backward, and where it is split, gradients of inputs and of weights.
+const PASSES = { F: "#56b4e9", B: "#0072b2", I: "#e69f00", W: "#009e73" };
+
 const INK = "#1f2328";
 const GRID = "#e4e8ec";
 const MOST_BARS = 40;
@@ -136,6 +139,15 @@ function drawThroughput(model, all) {
   };
 }
 
+/** Bars below a legend of these names. */
+function barsUnderLegend(bars, names, title, more) {
+  const top = legendHeight(names, textWidth(bars.map((row) => short(row.name, 50))));
+  const made = barLayout(bars, title, { margin: { l: 60, r: 20, t: top, b: 50 }, ...more });
+  made.height += top - 30;
+  made.legend.traceorder = "normal";
+  return made;
+}
+
 /** Bars that add up: `parts` are the names of the numbers in `row[field]`. */
 function stacked(all, field, parts, scale, title) {
   const rows = all.filter((row) => row[field]);
@@ -148,15 +160,9 @@ function stacked(all, field, parts, scale, title) {
     return barTrace(bars, lengthOf, (row) => `${name} ${digits(lengthOf(row))}`, more);
   });
   const drawn = traces.filter((trace) => trace.x.some((value) => value > 0));
-  const names = drawn.map((trace) => trace.name);
-  const top = legendHeight(names, textWidth(bars.map((row) => short(row.name, 50))));
-  const more = { barmode: "stack", margin: { l: 60, r: 20, t: top, b: 50 } };
-  const made = barLayout(bars, title, more);
-  made.height += top - 30;
-  made.legend.traceorder = "normal";
   return {
     traces: drawn,
-    layout: made,
+    layout: barsUnderLegend(bars, drawn.map((trace) => trace.name), title, { barmode: "stack" }),
     note: notAll(bars, rows),
     head: ["configuration", ...parts.map((part) => part.name)],
     rows: rows.map((row) => [row.name, ...row[field].map((value) => value * scale)]),
@@ -165,14 +171,61 @@ function stacked(all, field, parts, scale, title) {
 
 function drawPhases(model, rows) {
   const parts = Object.entries(report.phases).map(([phase, name]) => ({ name, ...PHASES[phase] }));
-  return stacked(rows, "phases", parts, 1e3, "ms of a step, mean over ranks");
+  return stacked(rows, "phases", parts, 1e3, "ms per step");
 }
 
 function drawKinds(model, rows) {
   const patterns = ["", "/", "", ".", "\\", "x"];
   const names = Object.values(report.kinds);
   const parts = names.map((name, place) => ({ name, color: COLORS[place], pattern: patterns[place] }));
-  return stacked(rows, "kinds", parts, 2 ** -20, "MiB on the rank that uses the most");
+  return stacked(rows, "kinds", parts, 2 ** -20, "MiB, largest rank");
+}
+
+/** A lane for each rank of a pipeline, with a box for each pass of a micro-batch on the gray of idle time. */
+function drawSchedules(model, all) {
+  const rows = new Map(all.map((row) => [row.number, row]));
+  const shown = model.schedules.filter((schedule) => rows.has(schedule.number) && schedule.passes.length);
+  if (!shown.length) return null;
+  const lanes = shown.flatMap(({ number, passes }) => {
+    const end = Math.max(...passes.map((pass) => pass.start + pass.seconds));
+    const nameOf = (rank) => (shown.length > 1 ? `${rows.get(number).name}, rank ${rank}` : `rank ${rank}`);
+    const byRank = [...Map.groupBy(passes, (pass) => pass.rank)].sort(([one], [other]) => one - other);
+    return byRank.map(([rank, own]) => ({ name: nameOf(rank), end, passes: own, row: rows.get(number) }));
+  });
+  const boxes = lanes.flatMap((lane, place) => lane.passes.map((pass) => ({ ...pass, lane, place })));
+  const several = (lane) => new Set(lane.passes.map((pass) => pass.stage)).size > 1;
+  const idle = { type: "bar", orientation: "h", name: "idle or waiting", marker: { color: "#d0d0d0" }, hoverinfo: "skip" };
+  const traces = Object.entries(report.passes).map(([kind, name]) => {
+    const own = boxes.filter((pass) => pass.kind === kind);
+    return {
+      type: "bar",
+      orientation: "h",
+      name,
+      base: own.map((pass) => 1e3 * pass.start),
+      x: own.map((pass) => 1e3 * pass.seconds),
+      y: own.map((pass) => pass.place),
+      text: own.map((pass) => (several(pass.lane) ? `${pass.stage}:${pass.microbatch}` : String(pass.microbatch))),
+      textposition: "inside",
+      insidetextanchor: "middle",
+      textangle: 0,
+      hovertext: own.map((pass) => `stage ${pass.stage}, ${name} ${pass.microbatch}: ${digits(1e3 * pass.seconds)} ms`),
+      hoverinfo: "text",
+      marker: { color: PASSES[kind], line: { color: "#ffffff", width: 1 } },
+    };
+  });
+  const drawn = [
+    { ...idle, x: lanes.map((lane) => 1e3 * lane.end), y: lanes.map((_, place) => place) },
+    ...traces.filter((trace) => trace.x.length),
+  ];
+  const more = { barmode: "overlay", uniformtext: { mode: "hide", minsize: 9 } };
+  return {
+    traces: drawn,
+    layout: barsUnderLegend(lanes, drawn.map((trace) => trace.name), "ms since the first pass", more),
+    head: ["configuration", "rank", "stage", "pass", "micro-batch", "start (ms)", "ms"],
+    rows: boxes.map(({ lane, rank, stage, kind, microbatch, start, seconds }) => [
+      lane.row.name, rank, stage, report.passes[kind], microbatch, 1e3 * start, 1e3 * seconds,
+    ]),
+  };
 }
 
 /** Efficiencies relative to the first point that the filter shows. */
@@ -249,7 +302,10 @@ function drawMemory(model, all) {
   if (rows.length < 2) return null;
   const front = new Set(paretoFront(rows));
   const isNamed = front.size <= MOST_NAMED;
-  const middle = (Math.min(...rows.map((row) => row.memory)) + Math.max(...rows.map((row) => row.memory))) / 2;
+  // Memory of a process is mostly that of its libraries: as a part of it, differences look larger than they are.
+  const isFromZero = model.device !== "GPU";
+  const least = isFromZero ? 0 : Math.min(...rows.map((row) => row.memory));
+  const middle = (least + Math.max(...rows.map((row) => row.memory))) / 2;
   const traces = [...Map.groupBy(rows, (row) => row.parallel)].map(([preset, group]) => ({
     type: "scatter",
     mode: isNamed ? "markers+text" : "markers",
@@ -275,7 +331,12 @@ function drawMemory(model, all) {
   });
   return {
     traces,
-    layout: underLegend(traces.map((trace) => trace.name), axis("GiB on the rank that uses the most"), axis(`${model.unit}/s`)),
+    layout: underLegend(
+      traces.map((trace) => trace.name),
+      axis("GiB, largest rank", isFromZero ? { rangemode: "tozero" } : {}),
+      axis(`${model.unit}/s`),
+    ),
+    note: isFromZero ? "memory of whole processes" : "",
     head: ["configuration", "memory (bytes)", `${model.unit}/s`, "on the Pareto front"],
     rows: rows.map((row) => [row.name, row.memory, row.rate, front.has(row) ? "yes" : "no"]),
   };

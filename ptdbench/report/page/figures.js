@@ -4,15 +4,24 @@ const FIGURES = [
   {
     id: "throughput",
     title: "Throughput",
-    about: "Geometric mean over runs, with its 95 % interval if there are at least three runs.",
+    about: "Geometric mean over runs, with its 95 % interval if there are at least three.",
     draw: drawThroughput,
   },
   {
     id: "phases",
-    title: "Why: where the time of a step goes",
-    about: "Phases of a step; those with a pattern are waiting.",
+    title: "Step time by phase",
+    about: "Mean over ranks. Patterned phases are spent waiting.",
     draw: drawPhases,
     said: (model) => model.why,
+  },
+  {
+    id: "schedule",
+    title: "Pipeline schedule of a step",
+    about:
+      "When each rank computes which micro-batch, from the trace of the median run. Numbers are micro-batches, " +
+      "after their stage on ranks with several stages.",
+    draw: drawSchedules,
+    said: (model) => model.schedules.flatMap((schedule) => schedule.lines),
   },
   {
     id: "scaling",
@@ -23,27 +32,25 @@ const FIGURES = [
   {
     id: "memory",
     title: "Memory vs throughput",
-    about:
-      "Up and to the left is better: no other row has more throughput and less memory than one on the dotted line, " +
-      "by their means. The axes do not start at zero.",
+    about: "Upper left is better. On the dotted Pareto front, no other row is both faster and smaller.",
     draw: drawMemory,
   },
   {
     id: "kinds",
     title: "Memory by kind",
-    about: "What torch has allocated at the peak of a step.",
+    about: "Memory allocated by torch at the peak of a step.",
     draw: drawKinds,
   },
   {
     id: "steps",
-    title: "Time of each step",
-    about: "Of the slowest rank, from the first step on; for repeats, of the run with the median throughput.",
+    title: "Step times",
+    about: "Slowest rank, including warm-up; repeats show the median run.",
     draw: (model, rows) => bySteps(model, rows, "seconds", 1e3, "ms", { rangemode: "tozero" }),
   },
   {
     id: "losses",
     title: "Losses",
-    about: "Of each step. Layouts of the same training lie on one curve.",
+    about: "Layouts of the same training should coincide; repeats show the median run.",
     draw: (model, rows) => bySteps(model, rows, "loss", 1, "loss", {}),
     said: (model) => model.losses,
   },
@@ -54,7 +61,8 @@ function figureElement(id, title, about, draw, said = []) {
   const plot = element("div", { class: "plot", "data-figure": id, role: "img", "aria-label": `${title}. ${about}` });
   const note = element("p", { class: "about" }, about);
   const data = element("details", {}, element("summary", {}, "data"));
-  const made = { plot, draw, drawn: null, about, note, data };
+  const made = { plot, draw, drawn: null, about, note, data, link: link(id, title) };
+  made.link.hidden = true;
   data.addEventListener("toggle", () => fillData(made));
   const buttons = element(
     "div",
@@ -66,7 +74,7 @@ function figureElement(id, title, about, draw, said = []) {
   made.element = element(
     "figure",
     { id, hidden: "" },
-    element("div", { class: "head" }, element("h3", {}, title), buttons),
+    element("div", { class: "head" }, element("h3", {}, link(id, title)), buttons),
     note,
     plot,
     listed(said),
@@ -82,9 +90,11 @@ async function drawFigure(made, ...shown) {
   } catch (error) {
     console.error(made.plot.dataset.figure, error); // the other figures are drawn all the same
   }
+  const isNew = !made.drawn;
   made.drawn = drawn;
-  made.element.hidden = !drawn;
+  made.element.hidden = made.link.hidden = !drawn;
   if (!drawn) return;
+  if (isNew && location.hash === `#${made.element.id}`) made.element.scrollIntoView();
   made.note.textContent = drawn.note ? `${made.about} Shown: ${drawn.note}.` : made.about;
   await Plotly.react(made.plot, drawn.traces, drawn.layout, { displayModeBar: false, responsive: true });
   if (made.data.open) fillData(made);
@@ -98,7 +108,7 @@ function fillData(made) {
   const table = plainTable(made.drawn.head, rows);
   made.data.replaceChildren(
     made.data.firstChild,
-    element("div", { class: "table" }, table),
+    framed(`data of ${made.element.id}`, table),
     rest > 0 ? `and ${rest} more rows in the CSV` : "",
   );
 }

@@ -7,9 +7,10 @@ function build() {
   if (failed) main.append(failed);
   report.others.forEach((other, place) => main.append(otherSection(other, place)));
   main.append(howToRepeat());
-  document.querySelectorAll("h1, h2").forEach(keepWordsWhole);
+  document.querySelectorAll("h1, h2 > a").forEach(keepWordsWhole);
+  document.getElementById("contents").append(...contents());
   const names = report.models.length
-    ? [...columnsOf("").map((column) => column.name), ...Object.keys(report.common)]
+    ? [...columnsOf({}).map((column) => column.name), ...Object.keys(report.common)]
     : [];
   document.getElementById("names").append(...names.map((name) => element("option", { value: `${name}=` })));
   document.getElementById("filter").addEventListener("input", readAndUpdate);
@@ -24,21 +25,32 @@ function keepWordsWhole(heading) {
   heading.replaceChildren(...words.flatMap((word) => [word, " "]).slice(0, -1));
 }
 
+/** Links to the sections, and to the figures of each model, which are hidden while these are. */
+function contents() {
+  const lines = report.models.map((model) => [link(model.id, model.name), ...model.figures.map((figure) => figure.link)]);
+  const others = [...document.querySelectorAll("main > section:not([data-model])")];
+  lines.push(others.map((section) => link(section.id, section.querySelector("h2").textContent)));
+  return lines.map((line) => element("p", {}, ...line));
+}
+
+function section(id, title, attributes, ...inside) {
+  return element("section", { id, ...attributes }, element("h2", {}, link(id, title)), ...inside);
+}
+
 function modelSection(model, place) {
-  const suffix = place ? `-${place + 1}` : "";
-  model.columns = columnsOf(model.unit);
+  model.columns = columnsOf(model);
   model.shown = new Set(usualColumns(model).map((column) => column.name));
   model.page = PAGE;
   model.open = new Set();
-  model.table = element("div", {});
+  model.table = element("div", { class: "rows" });
   model.figures = FIGURES.map(({ id, title, about, draw, said }) =>
-    figureElement(`${id}${suffix}`, title, about, draw, said ? said(model) : []),
+    figureElement(model.id.replace("table", id), title, about, draw, said ? said(model) : []),
   );
-  const csv = button("CSV", () => downloadTable(model, `table${suffix}`));
-  return element(
-    "section",
+  const csv = button("CSV", () => downloadTable(model, model.id));
+  return section(
+    model.id,
+    model.title,
     { "data-model": place },
-    element("h2", {}, model.title),
     model.table,
     element("div", { class: "below" }, columnChoice(model), element("div", { class: "buttons" }, csv)),
     listed(model.remarks),
@@ -48,37 +60,31 @@ function modelSection(model, place) {
 
 /** All rows that the filter shows, with all options, and figures in the units of records. */
 function downloadTable(model, name) {
-  const ofPlans = report.columns.map((column) => column.field).filter((field) => field.startsWith("plan_"));
-  const plain =
-    "number name sweep status rate low high ratio ratio_low ratio_high step step_p5 step_p95 memory reserved mfu " +
-    "mfu_causal of_ceiling joules loss held_out ranks nodes batch command " +
-    ofPlans.join(" ");
+  const fields = report.columns.map((column) => column.field).filter((field) => !["rank", "count"].includes(field));
+  const plain = ["number", ...fields, ..."low high ratio_low ratio_high step_p5 step_p95 command".split(" ")];
   const heldOut = (row) => (isKnown(row.held_out) ? row.texts.held_out : null); // says which figure that is
   const made = (row) => [...(row.rank || [null, null]), row.runs.length, heldOut(row)];
   const options = Object.keys(report.options);
   const optionsOf = (row) => options.map((option) => report.options[option][row.number]);
-  const rows = sortedRows(model).map((row) => [...pick(row, plain), ...made(row), ...optionsOf(row)]);
-  downloadCsv(name, [...plain.split(" "), "best_rank", "worst_rank", "runs", "val", ...options], rows);
+  const rows = sortedRows(model).map((row) => [...plain.map((field) => row[field]), ...made(row), ...optionsOf(row)]);
+  downloadCsv(name, [...plain, "best_rank", "worst_rank", "runs", "val", ...options], rows);
 }
 
+const nameAmongAll = (model, row) => (report.models.length > 1 ? `${model.name}: ${row.name}` : row.name);
+
 function failures() {
-  const failed = [...report.models.flatMap((model) => model.rows), ...report.others].flatMap((row) =>
+  const ofRow = (row, name) =>
     row.runs
       .filter((run) => run.failed)
-      .map((run) => [row.name || row.title, run.status, run.reason, run.directory, row.command]),
-  );
+      .map((run) => [name, run.status, run.reason, path(run.directory), row.command]);
+  const failed = report.models.flatMap((model) => model.rows.flatMap((row) => ofRow(row, nameAmongAll(model, row))));
+  failed.push(...report.others.flatMap((other) => ofRow(other, other.title)));
   if (!failed.length) return null;
   const shown = failed.slice(0, MOST_DATA);
   const table = plainTable(["configuration", "status", "reason", "directory", "command"], shown);
   const left = failed.length - shown.length;
   const rest = left ? element("p", {}, `and ${left} more, in the rows of the tables`) : null;
-  return element(
-    "section",
-    { id: "failed" },
-    element("h2", {}, `Runs that are not ok (${failed.length})`),
-    element("div", { class: "table" }, table),
-    rest,
-  );
+  return section("failed", `Failed runs (${failed.length})`, {}, framed("Failed runs", table), rest);
 }
 
 function otherSection(other, place) {
@@ -87,14 +93,14 @@ function otherSection(other, place) {
   );
   const command = other.command ? element("pre", { class: "command" }, other.command) : null;
   const [run] = other.runs;
-  const where = `${run.directory}${run.environment === null ? "" : `, environment ${run.environment + 1} below`}`;
-  return element(
-    "section",
+  const where = run.environment === null ? "" : `, environment ${run.environment + 1}`;
+  return section(
+    `other-${place + 1}`,
+    other.title,
     { "data-other": place },
-    element("h2", {}, other.title),
-    element("p", { class: "about" }, where),
+    element("p", { class: "about" }, path(run.directory), where),
     command,
-    folded("as in the terminal", other.text.split("\n").length <= 40, element("pre", {}, other.text)),
+    folded("terminal output", other.text.split("\n").length <= 40, element("pre", {}, other.text)),
     ...other.figures.map((figure) => figure.element),
   );
 }
@@ -103,20 +109,18 @@ const folded = (title, isOpen, inside) =>
   element("details", { open: isOpen ? "" : null }, element("summary", {}, title), inside);
 
 function howToRepeat() {
-  const isAlone = report.environments.length === 1;
-  const environments = report.environments.map(({ title, values }, place) =>
-    folded(`environment ${place + 1}: ${title}`, isAlone, definitions(values)),
-  );
+  const titles = Object.keys(report.environments);
+  const environments = titles.map((title) => folded(title, titles.length === 1, definitions(report.environments[title])));
   const common = Object.keys(report.common).length
     ? folded("options common to all rows", false, definitions(report.common))
     : null;
-  const heading = element("h2", {}, "How to reproduce it");
-  return element("section", { id: "repeat" }, heading, commands(), common, ...environments);
+  return section("repeat", "Commands and environments", {}, commands(), common, ...environments);
 }
 
 /** What to type for each configuration; it is made when it is looked at, or printed. */
 function commands() {
-  const rows = report.models.flatMap((model) => model.rows).filter((row) => row.command);
+  const named = report.models.flatMap((model) => model.rows.map((row) => ({ ...row, name: nameAmongAll(model, row) })));
+  const rows = named.filter((row) => row.command);
   if (!rows.length) return null;
   const made = element("details", {}, element("summary", {}, "commands"));
   const fill = () => {
@@ -139,7 +143,6 @@ async function update() {
   const count = rows.reduce((sum, of) => sum + of.length, 0);
   const total = report.models.reduce((sum, model) => sum + model.rows.length, 0);
   const found = document.getElementById("found");
-  found.classList.remove("wrong");
   state.count = total ? `${count} of ${total} configurations` : "";
   found.textContent = state.count;
   document.body.dataset.drawn = "";
@@ -155,17 +158,19 @@ async function update() {
 
 let waiting = null;
 
+/** Draw what the filter shows; while it means nothing, the field says why and the tables stay, and say so. */
 function readAndUpdate() {
   clearTimeout(waiting);
+  const field = document.getElementById("filter");
+  let problem = null;
   try {
-    state.filter = readFilter(document.getElementById("filter").value);
+    state.filter = readFilter(field.value);
+    waiting = setTimeout(update, 150);
   } catch (error) {
-    const found = document.getElementById("found");
-    found.classList.add("wrong");
-    found.textContent = `${error.message} (still shown: ${state.count})`;
-    return;
+    problem = error.message;
+    document.getElementById("found").textContent = `${problem} (still shown: ${state.count})`;
   }
-  waiting = setTimeout(update, 150);
+  field.setAttribute("aria-invalid", String(problem !== null));
 }
 
 const THEMES = { "": "system", light: "light", dark: "dark" };
@@ -179,5 +184,6 @@ function nextTheme() {
 }
 
 build();
+document.getElementById(location.hash.slice(1))?.scrollIntoView();
 report.others.forEach((other) => other.figures.forEach((figure) => drawFigure(figure)));
 update();

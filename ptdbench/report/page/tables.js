@@ -1,12 +1,12 @@
 // The table of a model: its columns, the filter, which speaks of them, and its rows, with what stands below one.
 
 /** `name` is typed in the filter, `of` is what is compared and sorted, `text` what is shown. */
-function columnsOf(unit) {
+function columnsOf({ unit, device }) {
   const fixed = report.columns.map(({ name, head, field, scale, higher_is_better, is_text }) => {
     const valueOf = (row) => (Array.isArray(row[field]) ? row[field][0] : row[field]);
     const of = (row) => (scale !== 1 && valueOf(row) ? scale * valueOf(row) : valueOf(row));
-    const text = (row) => row.texts[name] ?? String(of(row));
-    return { name, head: head.replace("{unit}", unit), of, text, higher_is_better, is_text };
+    const text = (row) => (name === "sweep" ? report.sweeps[row.sweep] : (row.texts[name] ?? String(of(row))));
+    return { name, head: head.replace("{unit}", unit).replace("{device}", device), of, text, higher_is_better, is_text };
   });
   const options = Object.keys(report.options).map((name) => ({
     name,
@@ -24,16 +24,14 @@ function asNumber(text) {
   return Number.isNaN(number) ? text : number;
 }
 
-/** Columns with a figure, of words that are all alike none, and of a group whose choice differs the choice alone. */
+/** Columns that say something of these rows, and options that differ: of a group whose choice differs, the choice. */
 function usualColumns(model) {
   const differ = (column) => new Set(model.rows.map(column.of)).size > 1;
   const chosen = new Set(
     model.columns.filter((column) => !column.name.includes(".") && differ(column)).map((column) => column.name),
   );
   return model.columns.filter((column) => {
-    if (column.name === "runs") return model.rows.some((row) => row.runs.length > 1);
-    if (column.name === "nodes") return model.rows.some((row) => row.nodes > 1);
-    if (column.name !== "sweep" && !column.option) return model.rows.some((row) => isKnown(column.of(row)));
+    if (!column.option) return model.usual.includes(column.name);
     const group = column.name.includes(".") ? column.name.split(".")[0] : null;
     return differ(column) && !report.told.includes(column.name) && !chosen.has(group);
   });
@@ -79,7 +77,7 @@ const contains = (word) => (row) =>
 /** The column of this name, or the only one whose name ends so; options that all rows share have one value. */
 function columnCalled(typed) {
   const name = typed.endsWith("/s") ? "throughput" : typed; // tokens/s, samples/s
-  const all = columnsOf("");
+  const all = columnsOf({});
   const shared = Object.entries(report.common).map(([key, text]) => ({
     name: key,
     of: () => asNumber(text),
@@ -89,9 +87,10 @@ function columnCalled(typed) {
   const exact = found.find((column) => column.name === name || column.head === name);
   const ending = found.filter((column) => column.name.endsWith(`.${name}`));
   if (exact || ending.length === 1) return exact || ending[0];
-  const like = (ending.length ? ending : nearest(name, found)).slice(0, 5).map((column) => column.name);
-  const remedy = like.length ? `; try ${like.join(", ")}` : "; the field lists all of them";
-  throw new Error(`${name}: ${ending.length ? "several options end in it" : "there is no such option"}${remedy}`);
+  const like = (ending.length ? ending : nearest(name, found)).slice(0, 3).map((column) => column.name);
+  const names = like.join(" or ");
+  if (ending.length) throw new Error(`${name}: several options end in it: ${names}`);
+  throw new Error(`${name}: no such option; ${like.length ? `did you mean ${names}?` : "the field lists all of them"}`);
 }
 
 /** Columns whose name, or its last part, shares half of its pairs of letters with what was typed, the nearest first. */
@@ -114,8 +113,12 @@ function drawTable(model) {
   const body = element("tbody", {}, ...sorted.slice(0, model.page).flatMap((row) => tableRow(model, row, columns)));
   const table = element("table", {}, element("thead", {}, head), body);
   const focused = model.table.contains(document.activeElement) ? document.activeElement.title : null;
-  const frame = element("div", { class: "table", tabindex: 0, role: "region", "aria-label": model.title }, table);
+  const frame = framed(model.title, table);
   model.table.replaceChildren(frame);
+  const showMoreToTheRight = () =>
+    frame.classList.toggle("more", frame.scrollWidth - frame.clientWidth - frame.scrollLeft > 2);
+  frame.addEventListener("scroll", showMoreToTheRight);
+  new ResizeObserver(showMoreToTheRight).observe(frame);
   const left = sorted.length - model.page;
   const showMore = () => ((model.page += 10 * PAGE), drawTable(model));
   if (left > 0) model.table.append(button(`show ${Math.min(left, 10 * PAGE)} of ${left} more rows`, showMore));
@@ -146,8 +149,10 @@ function sortedRows(model) {
 function heading(column) {
   const sort = button(column.head || column.name, () => sortBy(column), { title: `sort by ${column.name}` });
   const order = state.sort !== column.name ? null : state.down ? "descending" : "ascending";
-  return element("th", { scope: "col", class: column.is_text ? "words" : null, "aria-sort": order }, sort);
+  return element("th", { scope: "col", class: classOf(column), "aria-sort": order }, sort);
 }
+
+const classOf = ({ name, is_text }) => (name === "configuration" ? "words label" : is_text ? "words" : null);
 
 /** The best first, the other way round, and back to the order of the ranks. */
 function sortBy({ name, higher_is_better }) {
@@ -161,11 +166,10 @@ function sortBy({ name, higher_is_better }) {
 /** The row, and below it its details where they were asked for. */
 function tableRow(model, row, columns) {
   const isOpen = model.open.has(row.number);
-  const best = row.best ? { class: "best", title: "nothing is known to be faster" } : {};
+  const best = row.best ? { class: "best", title: "no other row is shown to be faster" } : {};
   const shown = element("tr", { ...best, "data-row": row.number });
   const cells = columns.map((column) => {
-    const classes = [column.is_text ? "words" : "", column.name === "configuration" ? "label" : ""];
-    if (column.name === "status" && row.runs.some((run) => run.failed)) classes.push("bad");
+    const isBad = column.name === "status" && row.runs.some((run) => run.failed);
     const value = column.of(row);
     let inside = isKnown(value) ? column.text(row) : "-";
     if (column.name === "configuration") {
@@ -181,7 +185,7 @@ function tableRow(model, row, columns) {
         title: `show only ${column.name}=${inside}`,
       });
     }
-    return element("td", { class: classes.join(" ").trim() || null }, inside);
+    return element("td", { class: isBad ? "words bad" : classOf(column) }, inside);
   });
   shown.append(...cells);
   return isOpen
@@ -198,15 +202,16 @@ function narrow(name, value) {
 }
 
 function details(row) {
-  const environment = (run) => (run.environment === null ? "not on record" : `${run.environment + 1} below`);
+  const environment = (run) => (run.environment === null ? "not on record" : run.environment + 1);
   const runs = row.runs.map((run) => [
-    ...pick(run, "directory block started status"),
+    path(run.directory),
+    ...pick(run, "block started status"),
     run.rate && digits(run.rate),
     environment(run),
     run.reason,
   ]);
   return [
-    element("pre", { class: "command" }, row.command || "what was typed is not on record"),
+    element("pre", { class: "command" }, row.command || "the command is not on record"),
     plainTable(["directory", "block", "started", "status", "throughput", "environment", "reason"], runs),
   ];
 }

@@ -38,19 +38,22 @@ function listed(sentences) {
     : null;
 }
 
-function definitions(values) {
-  const entries = Object.entries(values).filter(([, value]) => isKnown(value));
-  const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-  return element(
-    "dl",
-    {},
-    ...entries.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, shown(value))]),
-  );
-}
+const definitions = (texts) =>
+  element("dl", {}, ...Object.entries(texts).flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]));
+
+/** A path that breaks after slashes only. */
+const path = (text) =>
+  element("span", {}, ...text.split(/(?<=\/)/).flatMap((part) => [element("wbr"), element("span", { class: "part" }, part)]));
+
+/** A table in a frame that scrolls, by keyboard too. */
+const framed = (label, table) =>
+  element("div", { class: "table", tabindex: 0, role: "region", "aria-label": label }, table);
+
+const link = (id, text) => element("a", { href: `#${id}` }, text);
 
 function plainTable(head, rows) {
   const line = (tag, cells) =>
-    element("tr", {}, ...cells.map((cell) => element(tag, {}, isKnown(cell) ? String(cell) : "")));
+    element("tr", {}, ...cells.map((cell) => element(tag, {}, cell instanceof Node ? cell : String(cell ?? ""))));
   return element(
     "table",
     {},

@@ -102,7 +102,7 @@ def drawn(page):
 def traces(page, figure):
     """What a figure shows, as plotly has it: names, and numbers as lists."""
     return page.evaluate(
-        """id => document.querySelector(`[data-figure="${id}"]`).data.map(
+        """id => document.querySelector(`[data-figure^="${id}"]`).data.map(
             ({name, x, y, error_x, text}) => ({name, x, y, text, array: error_x && error_x.array}))""",
         figure,
     )

@@ -80,7 +80,7 @@ def rows(page, model=0):
 
 #: By how much the legend of a figure hangs into the plot below it, in pixels.
 HANGS = """figure => {
-  const box = (name) => document.querySelector(`[data-figure="${figure}"] ${name}`).getBoundingClientRect();
+  const box = (name) => document.querySelector(`[data-figure^="${figure}"] ${name}`).getBoundingClientRect();
   return box(".legend").bottom - box(".nsewdrag").top;
 }"""
 
@@ -150,6 +150,8 @@ class TestFigures:
         first, second, _, last = found = rows(report)
         assert [row["#"] for row in found] == ["1", "2", "3", "-"]
         assert (first["configuration"], first["runs"], first["tokens/s"][:5]) == ("ddp", "3", "2,000")
+        assert [*first][:4] == ["#", "configuration", "tokens/s", "vs best"]
+        assert (first["tokens/s per rank"], last["tokens/s per rank"]) == ("1,000", "-")
         assert (second["vs best"][:5], last["status"]) == ("0.75x", "failed")
         assert first["loss"] == "2.513"
         assert labels(report, 1) == ["ddp"]  # of the other model, which is not compared with these
@@ -173,7 +175,7 @@ class TestFigures:
         report.get_by_role("button", name="tp", exact=True).first.click()
         assert EVIL in report.inner_text("#failed")
         assert EVIL in report.inner_text("tr.detail")
-        assert report.title() == "sweep"
+        assert report.title() == "gpt_tiny, toy: sweep"
         assert report.evaluate("() => document.documentElement.scrollWidth") <= 1300
 
     def test_a_narrow_window_has_room_for_legends(self, opened, show, sweep):
@@ -182,8 +184,11 @@ class TestFigures:
         page.reload()
         drawn(page)
         assert [name for name in ("phases", "memory", "steps") if page.evaluate(HANGS, name) > 0] == []
-        scrollbar = page.locator("[data-figure=phases] .scrollbar")
+        scrollbar = page.locator("[data-figure=phases-gpt_tiny] .scrollbar")
         assert scrollbar.evaluate("bar => bar.getBoundingClientRect().height") == 0
+        assert "more" in page.get_attribute("[data-model='0'] .table", "class")  # the table goes on to the right
+        head = [cell.bounding_box() for cell in page.locator("[data-model='0'] th").all()[:4]]
+        assert head[3]["x"] + head[3]["width"] <= 480  # rank, name, throughput and vs best are in sight
         assert page.evaluate(LINES, "2026-11-26_23-54-54_sweep, " * 5 + "last") == [1.0] * 6
 
     def test_what_other_workloads_found(self, report):
@@ -217,6 +222,29 @@ class TestFigures:
     def test_figures_have_the_digits_of_the_terminal(self, opened):
         figures = [0, 0.00012, 0.00456, 0.0456, 0.09994, 0.1234, 0.9994, 0.9996, 9.994, 9.996, 99.94, 99.96, 12345.6]
         assert opened[0].evaluate("figures => figures.map(digits)", figures) == [*map(three_digits, figures)]
+
+    def test_a_schedule_has_a_lane_for_each_rank(self, opened):
+        boxes = [(0, 0, "F", 0, 0.0, 1e-3), (0, 2, "F", 0, 2e-3, 1e-3), (1, 1, "B", 0, 3e-3, 2e-3)]
+        fields = ("rank", "stage", "kind", "microbatch", "start", "seconds")
+        passes = [dict(zip(fields, box, strict=True)) for box in boxes]
+        draw = "passes => drawSchedules({ schedules: [{ number: 0, passes }] }, [{ number: 0, name: 'pdp' }])"
+        figure = opened[0].evaluate(draw, passes)
+        idle, forward, backward = figure["traces"]
+        assert idle["x"] == [5, 5]
+        drawn = [[trace[name] for name in ("base", "x", "text", "y")] for trace in (forward, backward)]
+        assert drawn == [[[0, 2], [1, 1], ["0:0", "2:0"], [0, 0]], [[3], [2], ["0"], [1]]]
+        assert figure["layout"]["yaxis"]["ticktext"] == ["rank 0", "rank 1"]
+        assert figure["rows"][2] == ["pdp", 1, 1, "backward", 0, 3, 2]
+
+    def test_the_answer_is_on_top_and_links_lead_to_tables_and_figures(self, report):
+        answers = [line.inner_text() for line in report.locator(".answer").all()]
+        assert answers[0].startswith("gpt_tiny: ddp is fastest: 1.33x pdp 1x2 1f1b (95 %: 1.")
+        assert answers[0].endswith("). No throughput: tp (failed).")
+        assert answers[1].startswith("toy: ddp: 5.00 tokens/s")
+        targets = report.evaluate("() => [...document.querySelectorAll('header a:not([hidden])')].map((a) => a.hash)")
+        assert {"#table-gpt_tiny", "#throughput-gpt_tiny", "#table-toy", "#failed", "#other-1", "#repeat"} <= {*targets}
+        assert "#scaling-gpt_tiny" not in targets
+        assert report.evaluate("hashes => hashes.every((hash) => document.querySelector(hash))", targets)
 
     def test_memory_is_stacked_by_kind(self, opened):
         row = {"name": "ddp", "kinds": [2**21, 2**20, 0, 0, 2**22, 0]}
@@ -256,7 +284,7 @@ class TestControls:
         (bars,) = traces(report, "throughput")
         assert bars["x"] == pytest.approx([stats.gmean(RATES["fsdp"])])
         fill(report, "parallel=tp")
-        assert report.is_hidden("#throughput")
+        assert report.is_hidden("#throughput-gpt_tiny")
         fill(report, "")
         assert len(traces(report, "throughput")[0]["x"]) == 3
 
@@ -264,18 +292,20 @@ class TestControls:
         for typed, said in (
             (
                 "paralel=ddp",
-                "paralel: there is no such option; try parallel, parallel.shard, parallel.schedule (still shown: ",
+                "paralel: no such option; did you mean parallel or parallel.shard or parallel.schedule? (still shown: ",
             ),
-            ("batchsize=1", "batchsize: there is no such option; try batch (still"),
-            ("xyz=1", "xyz: there is no such option; the field lists all of them (still shown: 5 of 5 conf"),
+            ("batchsize=1", "batchsize: no such option; did you mean batch? (still"),
+            ("xyz=1", "xyz: no such option; the field lists all of them (still shown: 5 of 5 conf"),
             ("rank<many", "rank<many: many is not a number"),
             ("status>1", "status>1: status is not a number; try status="),
-            ("micro_batch=1", "micro_batch: several options end in it; try train.micro_batch, eval.micro_batch"),
+            ("micro_batch=1", "micro_batch: several options end in it: train.micro_batch or eval.micro_batch"),
         ):
             report.evaluate(TYPED, ["parallel=ddp", typed])  # at once, however busy the machine is
             assert report.inner_text("#found").startswith(said)
         report.wait_for_timeout(400)
         assert report.inner_text("#found").startswith(said)
+        caption = "() => getComputedStyle(document.querySelector('.rows'), '::before').content"
+        assert "rows of the last valid" in report.evaluate(caption)
         assert len(labels(report)) == 4
 
     def test_sort(self, report):
@@ -327,7 +357,7 @@ class TestControls:
         text = report.inner_text("tr.detail")
         assert "ptdbench train parallel=fsdp 'model.name='\"'\"'a b'\"'\"''" in text
         assert all(str(sweep / f"{block}_gpt_tiny_fsdp") in text for block in range(3))
-        assert text.count("1 below") == 3  # their environment
+        assert [line.split("\t")[5] for line in text.splitlines() if "\tok\t" in line] == ["1"] * 3  # environments
         report.get_by_role("button", name="fsdp", exact=True).first.click()
         assert report.locator("tr.detail").count() == 0
 
@@ -337,7 +367,7 @@ class TestControls:
             keep(tmp_path, f"{number}", run(tokens_per_second=1000.0 + number, config=config, workload="train"))
         page = show(made(tmp_path))
         assert len(rows(page)) == 100
-        assert "the first 40 of 105 rows in the table's order" in page.inner_text("#throughput")
+        assert "the first 40 of 105 rows in the table's order" in page.inner_text("#throughput-gpt_tiny")
         page.get_by_role("button", name="show 5 of 5 more rows").click()
         assert len(rows(page)) == 105
 
@@ -361,25 +391,25 @@ class TestDownloads:
         assert (row["held_out"], row["val"]) == ("0.375", "37.5%")
 
     def test_data_as_csv(self, report):
-        download = downloaded(report, "#throughput button:has-text('CSV')")
+        download = downloaded(report, "#throughput-gpt_tiny button:has-text('CSV')")
         found = self.table(download)
         assert [row["configuration"] for row in found] == ["ddp", "pdp 1x2 1f1b", "fsdp"]
         assert float(found[0]["tokens/s"]) == pytest.approx(stats.gmean(RATES["ddp"]))
-        assert download.suggested_filename == "throughput.csv"
+        assert download.suggested_filename == "throughput-gpt_tiny.csv"
 
     @pytest.mark.parametrize(("form", "begin"), [("SVG", b"<svg"), ("PNG", b"\x89PNG")])
     def test_figures_as_images(self, report, form, begin):
-        assert downloaded(report, f"#phases button:has-text('{form}')").path().read_bytes().startswith(begin)
+        assert downloaded(report, f"#phases-gpt_tiny button:has-text('{form}')").path().read_bytes().startswith(begin)
 
     def test_the_numbers_of_a_figure_as_a_table(self, report):
-        report.click("#losses details summary")
-        report.wait_for_selector("#losses details table")
-        assert "ddp\t1\t3" in report.inner_text("#losses details")
+        report.click("#losses-gpt_tiny details summary")
+        report.wait_for_selector("#losses-gpt_tiny details table")
+        assert "ddp\t1\t3" in report.inner_text("#losses-gpt_tiny details")
 
 
 def test_dark_and_light(report):
     background = "() => getComputedStyle(document.body).backgroundColor"
-    name = "() => getComputedStyle(document.querySelector('#throughput text')).fill"
+    name = "() => getComputedStyle(document.querySelector('#throughput-gpt_tiny text')).fill"
     assert (report.evaluate(background), report.evaluate(name)) == ("rgb(255, 255, 255)", "rgb(31, 35, 40)")
     for _ in range(2):
         report.click("#theme")

@@ -83,7 +83,7 @@ def test_losses_that_are_not_finite_are_named_and_the_others_compared(trained):
     found = trained([3.0, infinite], [3.0, 2.0], [3.0, 2.0], [nan, nan])["losses"]
     assert found == [
         "losses agree with run1 exactly (1 row, 2 steps)",
-        "losses not finite or not on record: run0 from step 2, run3 from step 1",
+        "losses missing or not finite: run0 from step 2, run3 from step 1",
     ]
 
 

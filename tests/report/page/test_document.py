@@ -52,8 +52,10 @@ def test_the_best_rows_are_those_that_nothing_is_known_to_beat_if_something_is_b
 
 
 def test_runs_of_two_sweeps_are_two_rows_which_their_names_tell_apart():
-    found = rows(content([*loaded(run(), sweep="outputs/a"), *loaded(run(), sweep="outputs/b")]))
-    assert [(row["name"], row["sweep"]) for row in found] == [("ddp [a]", "outputs/a"), ("ddp [b]", "outputs/b")]
+    found = content([*loaded(run(), sweep="outputs/a"), *loaded(run(), sweep="outputs/b")])
+    assert [(row["name"], row["sweep"]) for row in rows(found)] == [("ddp [a]", "outputs/a"), ("ddp [b]", "outputs/b")]
+    assert found["sweeps"] == {"outputs/a": "a", "outputs/b": "b"}
+    assert "sweep" in found["models"][0]["usual"]
 
 
 def test_weak_scaling_goes_on_in_the_section_of_another_batch():
@@ -71,7 +73,10 @@ def test_each_environment_once():
     found = content(
         loaded(run(environment=one), run("fsdp", environment=other), run("pdp", environment=one), run("tp"))
     )
-    assert found["environments"] == [{"title": f"{e['host']}, torch 2.11", "values": e} for e in (one, other)]
+    assert found["environments"] == {
+        "common to all environments": {"torch": "2.11"},
+        "environment 1: a, torch 2.11": {"host": "a"}, "environment 2: b, torch 2.11": {"host": "b"},
+    }  # fmt: skip
     assert [row["runs"][0]["environment"] for row in rows(found)] == [0, 1, 0, None]
 
 
