@@ -22,11 +22,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ptdbench.problems import first_line
+from ptdbench.records.effects import short_names
 from ptdbench.records.ledger import sweep_of
 from ptdbench.records.run_record import RunRecord, typed
 from ptdbench.records.schema import Evaluation, Written
 from ptdbench.report import scalars
-from ptdbench.report.labels import short_names
 from ptdbench.report.scalars import Scalar
 from ptdbench.terminal import echo
 
@@ -209,7 +209,7 @@ class MLflow:
         self._experiment, self._uri = experiment, tracking_uri
         self._client: Any = None
         self._run = ""
-        self._sent = {"step": -1, "eval": -1}  # the last steps for which an earlier start has sent points
+        self._sent: dict[str, int] = {}  # by group of tags, the last step for which an earlier start has sent points
 
     def begin(self, start: Start) -> str:
         """See :class:`Service`."""
@@ -224,9 +224,9 @@ class MLflow:
         if start.known and start.first:
             self._run = start.known
             self._client.update_run(self._run, RunStatus.to_string(RunStatus.RUNNING))
-            for points, tag in (("step", "summary/ok"), ("eval", "eval/loss")):
-                found = self._client.get_metric_history(self._run, tag)
-                self._sent[points] = max((point.step for point in found), default=-1)
+            for tag, groups in {"summary/ok": ("speed", "step"), "validation/loss": ("validation",)}.items():
+                history = self._client.get_metric_history(self._run, tag)
+                self._sent |= dict.fromkeys(groups, max((point.step for point in history), default=-1))
             return self._run
         with suppress(Exception):  # an earlier start that was killed, and that the service may not know
             if start.known and self._client.get_run(start.known).info.status == "RUNNING":
@@ -257,9 +257,11 @@ class MLflow:
         from mlflow.entities import Metric
 
         # Of a killed start, MLflow keeps the steps after the last checkpoint, which are now done again.
-        points = [point for point in found if point.step > self._sent[point.tag.partition("/")[0]]]
+        points = [point for point in found if point.step > self._sent.get(point.tag.partition("/")[0], -1)]
         now = time.time()  # of several summaries at the last step, which is the highest, the latest counts
-        last = max([last_step, self._sent["step"], *(one.step for one in points if one.tag.startswith("step/"))])
+        last = max(
+            [last_step, self._sent.get("step", -1), *(one.step for one in points if one.tag.startswith("step/"))]
+        )
         points += [Scalar(tag, value, last, now) for tag, value in summary.items()]
         metrics = [Metric(tag, value, int(1e3 * at), step) for tag, value, step, at in points]
         for place in range(0, len(metrics), 1000):  # MLflow's maximum batch

@@ -15,12 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ptdbench.problems import as_typed
+from ptdbench.profiling.phases import PHASES
 from ptdbench.records import ledger, series
+from ptdbench.records.effects import short_names
 from ptdbench.records.load import SERIES, Run
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Evaluation
 from ptdbench.records.store import Damaged
-from ptdbench.report.labels import options, short_names
+from ptdbench.report import recorded_phases
+from ptdbench.report.labels import options
 
 #: The columns that become curves.
 _SHOWN = (*series.NUMBERS, "slowest_seconds")
@@ -50,14 +53,26 @@ def advance(
 def remaining(directory: Path, record: RunRecord, shown: int = 0, evaluated: int = 0) -> list[Scalar]:
     """Return the curves of the run's last start, from step ``shown`` on and evaluations after step ``evaluated``.
 
-    Per step: ``step/loss``, ``step/seconds`` (of the slowest rank), ``step/tokens_per_second`` or
-    ``step/samples_per_second``, ``step/memory_bytes`` (the maximum over ranks), ``step/learning_rate``,
-    ``step/data_wait_share`` (of the step's time), and ``step/gradient_norm`` if gradients are clipped.
-    Per evaluation: ``eval/loss``, ``eval/top1``, ``eval/top5`` and ``eval/bits_per_byte``, if available.
+    TensorBoard sorts tags by name, so throughput comes first. Per step: ``speed/tokens_per_second`` or
+    ``speed/samples_per_second``, ``step/loss``, ``step/seconds`` (of the slowest rank), ``step/memory_bytes`` (the
+    maximum over ranks), ``step/learning_rate``, ``step/data_wait_share`` (of the step's time), and
+    ``step/gradient_norm`` if gradients are clipped. At the last step: ``step_seconds/exposed_communication`` and
+    the other phases of the mean step that take time. Per evaluation: ``validation/loss``, ``validation/top1``,
+    ``validation/top5`` and ``validation/bits_per_byte``, if available.
     """
     run, first = Run(record, directory), record.first_step
     columns = {column: run.series(name)[first:] for name, column in SERIES.items() if column in _SHOWN}
-    return _curves(record, first, columns, record.evaluations, _started(record), shown, evaluated)[0]
+    points, end = _curves(record, first, columns, record.evaluations, _started(record), shown, evaluated)
+    return points + _phases(record, end)
+
+
+def _phases(record: RunRecord, time: float) -> list[Scalar]:
+    """Return the phases of the mean step as points at the last one; empty if the record has none."""
+    if recorded_phases.missing(record):
+        return []
+    last = max((record.steps or 0) - 1, 0)
+    seconds = {PHASES[name]: mean for name, mean in recorded_phases.step(record).phases.items() if mean}
+    return [Scalar(f"step_seconds/{name.replace(' ', '_')}", mean, last, time) for name, mean in seconds.items()]
 
 
 def _curves(
@@ -75,9 +90,9 @@ def _curves(
     if record.tokens_per_sample:
         unit, units_per_step = "tokens", units_per_step * record.tokens_per_sample
     curves = {
+        f"speed/{unit}_per_second": units_per_step / seconds,
         "step/loss": columns["loss"],
         "step/seconds": seconds,
-        f"step/{unit}_per_second": units_per_step / seconds,
         "step/memory_bytes": columns["memory_bytes"],
         "step/learning_rate": columns["learning_rate"],
         "step/gradient_norm": columns["gradient_norm"],
@@ -106,7 +121,7 @@ def evaluated_at(record: RunRecord, step: int) -> list[Scalar]:
 
 def _evaluated(evaluation: Evaluation, time: float) -> list[Scalar]:
     return [
-        Scalar(f"eval/{name}", value, evaluation.step, time)
+        Scalar(f"validation/{name}", value, evaluation.step, time)
         for name in ("loss", "top1", "top5", "bits_per_byte")
         if (value := getattr(evaluation, name)) is not None
     ]

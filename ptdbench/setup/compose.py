@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ptdbench.grouping import grouped
 from ptdbench.problems import ConfigError, Problem, differing, first_line, in_shell, nearest, require, said, try_these
 from ptdbench.records.effects import OF_CHOICE, leaves
+from ptdbench.setup import commandline
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read
 from ptdbench.terminal import command, plain
@@ -103,6 +104,13 @@ class Composed:
     def configs(self) -> list[Config]:
         """Every run's configuration, as a :class:`Config`."""
         return list(map(without_hydra, self.wholes))
+
+    @cached_property
+    def swept(self) -> list[str]:
+        """The options that do not have the same value in all runs."""
+        typed = [commandline.values(job) for job in self.overrides]
+        names = dict.fromkeys(name for job in typed for name in job)
+        return [name for name in names if len({job.get(name) for job in typed}) > 1]
 
     @property
     def hydra(self) -> DictConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,19 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
-from ptdbench.setup.commandline import as_written, option
+from ptdbench.records import store
+from ptdbench.records.effects import OF_CHOICE, short_names
+from ptdbench.setup.commandline import as_written, option, values
 from ptdbench.setup.compose import Composed, without_hydra
 from ptdbench.setup.config import Config, Repeat, Slurm
 from ptdbench.terminal import plural
 
 if TYPE_CHECKING:  # it imports torch
     from ptdbench.setup.run_spec import Summary
+
+
+#: What ``hydra.sweep.subdir`` has in place of the values that a sweep varies: ``_lr-0.001_seed-2``.
+SWEPT = "{swept}"
 
 
 @dataclass(frozen=True)
@@ -78,32 +84,45 @@ def of(composed: Composed, repeats: bool = True) -> list[Run]:
         return [_read(composed.wholes[0], composed.configs[0], composed.typed, 0, None, None)]
     count = len(composed.wholes)
     ordered = order(count, composed.configs[0].repeat) if repeats else [(place, None) for place in range(count)]
-    return [
-        _read(composed.wholes[place], composed.configs[place], composed.overrides[place], place, number, block)
-        for number, (place, block) in enumerate(ordered)
-    ]
+    parts = [*zip(composed.wholes, composed.configs, composed.overrides, strict=True)]
+    return [_read(*parts[place], place, number, block, composed.swept) for number, (place, block) in enumerate(ordered)]
 
 
-def of_search(whole: DictConfig, overrides: Sequence[str], number: int) -> Run:
+def of_search(composed: Composed, whole: DictConfig, overrides: Sequence[str], number: int) -> Run:
     """Return the run that a sweeper has just chosen, of a configuration with Hydra's own node."""
-    return _read(whole, without_hydra(whole), overrides, number, number, None)
+    return _read(whole, without_hydra(whole), overrides, number, number, None, composed.swept)
 
 
 def _read(
-    whole: DictConfig, config: Config, overrides: Sequence[str], alternative: int, number: int | None, block: int | None
+    whole: DictConfig,
+    config: Config,
+    overrides: Sequence[str],
+    alternative: int,
+    number: int | None,
+    block: int | None,
+    swept: Collection[str] = (),
 ) -> Run:
     job = numbered(whole, number, block)
+    place = "." if number is None else job.hydra.sweep.subdir.replace(SWEPT, _chosen(overrides, swept))
     composed: Any = OmegaConf.to_container(job, resolve=False, enum_to_str=True)
     return Run(
         config=config if block is None else config.changed({"repeat.block": block}),
         overrides=[*overrides, *([] if block is None else [f"repeat.block={block}"])],
         alternative=alternative,
         number=number,
-        subdirectory="." if number is None else str(Path(job.hydra.sweep.subdir)),
+        subdirectory=str(Path(place)),
         environment={str(name): str(value) for name, value in job.hydra.job.env_set.items()},
         composed=composed,
         block=block,
     )
+
+
+def _chosen(overrides: Sequence[str], swept: Collection[str]) -> str:
+    """Return a run's values of the swept options as part of a directory's name, without those of its label."""
+    names, typed = short_names(swept), values(overrides)
+    of_label = ("model", "parallel", "workload", *(name for name in swept if name.endswith(OF_CHOICE)))
+    words = [f"_{names[name]}={typed[name]}" for name in swept if name in typed and name not in of_label]
+    return store.file_name("".join(words))
 
 
 def numbered(whole: DictConfig, number: int | None, block: int | None = None) -> DictConfig:
