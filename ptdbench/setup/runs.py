@@ -121,8 +121,8 @@ def _chosen(overrides: Sequence[str], swept: Collection[str]) -> str:
     """Return a run's values of the swept options as part of a directory's name, without those of its label."""
     names, typed = short_names(swept), values(overrides)
     of_label = ("model", "parallel", "workload", *(name for name in swept if name.endswith(OF_CHOICE)))
-    words = [f"_{names[name]}={typed[name]}" for name in swept if name in typed and name not in of_label]
-    return store.file_name("".join(words))
+    chosen = {names[name]: typed[name].strip("'\"") for name in swept if name in typed and name not in of_label}
+    return store.file_name("".join(f"_{name}={value}" for name, value in chosen.items()))
 
 
 def numbered(whole: DictConfig, number: int | None, block: int | None = None) -> DictConfig:

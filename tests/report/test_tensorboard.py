@@ -8,7 +8,7 @@ from tensorboard.summary.writer import event_file_writer
 from ptdbench.records import ledger, series
 from ptdbench.report import scalars
 from ptdbench.report.loggers import Log, TensorBoard
-from tests.report.made import run
+from tests.report.made import phased, run
 
 RECORD = run(
     "pdp",
@@ -89,6 +89,21 @@ def test_curves_over_the_steps_and_evaluations_at_their_own_wall_times(tmp_path)
     started = 1767323045  # date -u -d 2026-01-02T03:04:05 +%s
     assert [event.wall_time - started for event in events.Scalars("step/loss")] == [2.0, 2.5, 3.0]
     assert [event.wall_time - started for event in events.Scalars("validation/top1")] == [2.0, 3.0]
+
+
+def test_the_phases_that_take_time_are_points_at_the_last_step(tmp_path):
+    """A mean step of 100 ms, whose ranks spend 40 and 60 ms forward and 10 and 20 ms in exposed communication."""
+    profiled = phased("pdp", 100, {"forward": [40, 60], "backward": [20, 20], "communication": [10, 20]})
+    record = RECORD | {"phases": profiled["phases"]}
+    events = written(tmp_path, record)
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("step_seconds/")]
+    assert {tag.partition("/")[2]: values(events, tag) for tag in tags} == {
+        "forward": [(2, pytest.approx(0.05))],
+        "backward": [(2, pytest.approx(0.02))],
+        "exposed_communication": [(2, pytest.approx(0.015))],
+        "other": [(2, pytest.approx(0.015))],
+    }
+    assert sorted(events.Tags()["scalars"])[0] == "speed/tokens_per_second"  # TensorBoard shows it first
 
 
 def test_images_are_counted_in_samples(tmp_path):
