@@ -28,6 +28,7 @@ html_css_files = ["wide.css"]
 copybutton_selector = ", ".join(f"div.highlight-{language} pre" for language in ("sh", "console", "python", "yaml"))
 copybutton_prompt_text = "$ "
 copybutton_line_continuation_character = "\\"
+copybutton_copy_empty_lines = False
 
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"

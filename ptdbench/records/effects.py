@@ -63,6 +63,5 @@ def leaves(config: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def short_names(options: Collection[str]) -> dict[str, str]:
     """Shorten each option to the last part of its name, if that is unique among them."""
-    lasts = {name: name.rpartition(".")[2] for name in options}
-    counts = Counter(lasts.values())
-    return {name: last if counts[last] == 1 else name for name, last in lasts.items()}
+    counts = Counter(name.rpartition(".")[2] for name in options)
+    return {name: last if counts[last := name.rpartition(".")[2]] == 1 else name for name in options}

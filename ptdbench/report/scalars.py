@@ -53,12 +53,10 @@ def advance(
 def remaining(directory: Path, record: RunRecord, shown: int = 0, evaluated: int = 0) -> list[Scalar]:
     """Return the curves of the run's last start, from step ``shown`` on and evaluations after step ``evaluated``.
 
-    TensorBoard sorts tags by name, so throughput comes first. Per step: ``speed/tokens_per_second`` or
-    ``speed/samples_per_second``, ``step/loss``, ``step/seconds`` (of the slowest rank), ``step/memory_bytes`` (the
-    maximum over ranks), ``step/learning_rate``, ``step/data_wait_share`` (of the step's time), and
-    ``step/gradient_norm`` if gradients are clipped. At the last step: ``step_seconds/exposed_communication`` and
-    the other phases of the mean step that take time. Per evaluation: ``validation/loss``, ``validation/top1``,
-    ``validation/top5`` and ``validation/bits_per_byte``, if available.
+    TensorBoard sorts tags, so throughput is first. Per step: ``speed/tokens_per_second`` or
+    ``speed/samples_per_second``, ``step/loss``, ``step/seconds`` (slowest rank), ``step/memory_bytes`` (maximum over
+    ranks), ``step/learning_rate``, ``step/data_wait_share``, ``step/gradient_norm`` if gradients are clipped. Per
+    evaluation: ``validation/...``. At the last step: ``step_seconds/<phase>`` of the mean step.
     """
     run, first = Run(record, directory), record.first_step
     columns = {column: run.series(name)[first:] for name, column in SERIES.items() if column in _SHOWN}
@@ -68,11 +66,9 @@ def remaining(directory: Path, record: RunRecord, shown: int = 0, evaluated: int
 
 def _phases(record: RunRecord, time: float) -> list[Scalar]:
     """Return the phases of the mean step as points at the last one; empty if the record has none."""
-    if recorded_phases.missing(record):
-        return []
-    last = max((record.steps or 0) - 1, 0)
-    seconds = {PHASES[name]: mean for name, mean in recorded_phases.step(record).phases.items() if mean}
-    return [Scalar(f"step_seconds/{name.replace(' ', '_')}", mean, last, time) for name, mean in seconds.items()]
+    phases = {} if recorded_phases.missing(record) else recorded_phases.step(record).phases
+    tags = {f"step_seconds/{PHASES[name].replace(' ', '_')}": mean for name, mean in phases.items() if mean}
+    return [Scalar(tag, mean, max((record.steps or 0) - 1, 0), time) for tag, mean in tags.items()]
 
 
 def _curves(
@@ -187,8 +183,8 @@ def summary(record: RunRecord) -> dict[str, float | None]:
     """
     metrics, last = record.metrics, record.evaluations[-1] if record.evaluations else None
     figures = {
-        "ok": float(record.status == "ok"),  # not a hyperparameter, as those are written before the end
         "throughput": metrics.tokens_per_second if record.tokens_per_sample else metrics.samples_per_second,
+        "ok": float(record.status == "ok"),  # not a hyperparameter, as those are written before the end
         "model_flops_per_second": metrics.model_flops_per_second,
         "mfu": metrics.mfu,
         "mfu_causal": metrics.mfu_causal,

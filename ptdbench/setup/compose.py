@@ -31,7 +31,6 @@ from omegaconf.errors import OmegaConfBaseException
 from ptdbench.grouping import grouped
 from ptdbench.problems import ConfigError, Problem, differing, first_line, in_shell, nearest, require, said, try_these
 from ptdbench.records.effects import OF_CHOICE, leaves
-from ptdbench.setup import commandline
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read
 from ptdbench.terminal import command, plain
@@ -107,10 +106,9 @@ class Composed:
 
     @cached_property
     def swept(self) -> list[str]:
-        """The options that do not have the same value in all runs."""
-        typed = [commandline.values(job) for job in self.overrides]
-        names = dict.fromkeys(name for job in typed for name in job)
-        return [name for name in names if len({job.get(name) for job in typed}) > 1]
+        """The options that have several values."""
+        by_name = grouped((option(word), word) for job in self.overrides for word in job)
+        return [name for name, words in by_name.items() if len(set(words)) > 1]
 
     @property
     def hydra(self) -> DictConfig:

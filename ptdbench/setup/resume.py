@@ -131,18 +131,11 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
         raise ConfigError([Problem(asked, directory, rule, "omit it, or start another sweep")])
     kept = [override for override in _without(task, others) if option(override) != RESHAPE]
     place = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(str(directory))}"]
-    file = directory / "multirun.yaml"
-    hydras = _hydras(file, [*task, *others, *place])
-    hydras += _without(_names_of_runs(file), [*hydras, *others])
+    hydras = _hydras(directory / "multirun.yaml", [*task, *others, *place])
+    if sweep := _of_hydra(directory / "multirun.yaml", "hydra.sweep"):  # runs keep their directories' names
+        names = quoted(str(sweep._get_node("subdir")._value()))
+        hydras += _without([f"hydra.sweep.subdir={names}"], [*hydras, *others])
     return Line([*kept, *hydras, *others, *place], directory, only)
-
-
-def _names_of_runs(path: Path) -> list[str]:
-    """Return the override that gives a sweep's runs the directories that they have, whatever the default is now."""
-    with suppress(Exception):  # as above
-        written: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        return [f"hydra.sweep.subdir={quoted(written['hydra']['sweep']['subdir'])}"]
-    return []
 
 
 def _hydras(path: Path, others: Iterable[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,6 @@ from ptdbench.terminal import plural
 
 if TYPE_CHECKING:  # it imports torch
     from ptdbench.setup.run_spec import Summary
-
-
-#: What ``hydra.sweep.subdir`` has in place of the values that a sweep varies: ``_lr-0.001_seed-2``.
-SWEPT = "{swept}"
 
 
 @dataclass(frozen=True)
@@ -85,44 +81,41 @@ def of(composed: Composed, repeats: bool = True) -> list[Run]:
     count = len(composed.wholes)
     ordered = order(count, composed.configs[0].repeat) if repeats else [(place, None) for place in range(count)]
     parts = [*zip(composed.wholes, composed.configs, composed.overrides, strict=True)]
-    return [_read(*parts[place], place, number, block, composed.swept) for number, (place, block) in enumerate(ordered)]
+    return [
+        _named(_read(*parts[place], place, number, block), composed.swept)
+        for number, (place, block) in enumerate(ordered)
+    ]
 
 
 def of_search(composed: Composed, whole: DictConfig, overrides: Sequence[str], number: int) -> Run:
     """Return the run that a sweeper has just chosen, of a configuration with Hydra's own node."""
-    return _read(whole, without_hydra(whole), overrides, number, number, None, composed.swept)
+    return _named(_read(whole, without_hydra(whole), overrides, number, number, None), composed.swept)
+
+
+def _named(run: Run, swept: Collection[str]) -> Run:
+    """Put a run's values of the swept options into its directory's name, in place of ``{swept}``: ``_lr-0.001``."""
+    names, typed = short_names(swept), values(run.overrides)
+    of_label = ("model", "parallel", "workload", *(name for name in swept if name.endswith(OF_CHOICE)))
+    chosen = {names[name]: typed[name].strip("'\"") for name in swept if name in typed and name not in of_label}
+    words = "".join(f"_{name}={value}" for name, value in chosen.items())
+    return replace(run, subdirectory=run.subdirectory.replace("{swept}", store.file_name(words)))
 
 
 def _read(
-    whole: DictConfig,
-    config: Config,
-    overrides: Sequence[str],
-    alternative: int,
-    number: int | None,
-    block: int | None,
-    swept: Collection[str] = (),
+    whole: DictConfig, config: Config, overrides: Sequence[str], alternative: int, number: int | None, block: int | None
 ) -> Run:
     job = numbered(whole, number, block)
-    place = "." if number is None else job.hydra.sweep.subdir.replace(SWEPT, _chosen(overrides, swept))
     composed: Any = OmegaConf.to_container(job, resolve=False, enum_to_str=True)
     return Run(
         config=config if block is None else config.changed({"repeat.block": block}),
         overrides=[*overrides, *([] if block is None else [f"repeat.block={block}"])],
         alternative=alternative,
         number=number,
-        subdirectory=str(Path(place)),
+        subdirectory="." if number is None else str(Path(job.hydra.sweep.subdir)),
         environment={str(name): str(value) for name, value in job.hydra.job.env_set.items()},
         composed=composed,
         block=block,
     )
-
-
-def _chosen(overrides: Sequence[str], swept: Collection[str]) -> str:
-    """Return a run's values of the swept options as part of a directory's name, without those of its label."""
-    names, typed = short_names(swept), values(overrides)
-    of_label = ("model", "parallel", "workload", *(name for name in swept if name.endswith(OF_CHOICE)))
-    chosen = {names[name]: typed[name].strip("'\"") for name in swept if name in typed and name not in of_label}
-    return store.file_name("".join(f"_{name}={value}" for name, value in chosen.items()))
 
 
 def numbered(whole: DictConfig, number: int | None, block: int | None = None) -> DictConfig:
