@@ -133,8 +133,7 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
     place = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(str(directory))}"]
     hydras = _hydras(directory / "multirun.yaml", [*task, *others, *place])
     if sweep := _of_hydra(directory / "multirun.yaml", "hydra.sweep"):  # runs keep their directories' names
-        names = quoted(str(sweep._get_node("subdir")._value()))
-        hydras += _without([f"hydra.sweep.subdir={names}"], [*hydras, *others])
+        hydras += _without([f"hydra.sweep.subdir={quoted(sweep._get_node('subdir')._value())}"], [*hydras, *others])
     return Line([*kept, *hydras, *others, *place], directory, only)
 
 

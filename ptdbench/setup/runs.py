@@ -81,10 +81,8 @@ def of(composed: Composed, repeats: bool = True) -> list[Run]:
     count = len(composed.wholes)
     ordered = order(count, composed.configs[0].repeat) if repeats else [(place, None) for place in range(count)]
     parts = [*zip(composed.wholes, composed.configs, composed.overrides, strict=True)]
-    return [
-        _named(_read(*parts[place], place, number, block), composed.swept)
-        for number, (place, block) in enumerate(ordered)
-    ]
+    unnamed = [_read(*parts[place], place, number, block) for number, (place, block) in enumerate(ordered)]
+    return [_named(run, composed.swept) for run in unnamed]
 
 
 def of_search(composed: Composed, whole: DictConfig, overrides: Sequence[str], number: int) -> Run:

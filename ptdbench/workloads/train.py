@@ -185,8 +185,7 @@ def _explain(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expec
     if machine:
         outcome.virtual = virtual_account.account(job, loop, expected.volume)
     if job.spec.config.profile.steps:
-        # Otherwise times mean nothing.
-        outcome.profiles = not machine or (machine.real_time and job.world.present is None)
+        outcome.profiles = not machine or (machine.real_time and job.world.present is None)  # else times mean nothing
         _conclude(job, outcome)
         if outcome.profiles:
             outcome.phases = profile.phases(job, loop, outcome.metrics, expected)

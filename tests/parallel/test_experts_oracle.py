@@ -123,18 +123,15 @@ FAULTS: Faults = {
     "expert gradients halved": (lambda: after_init(_scale=lambda it: it._scale / 2), "replicas", "loss"),
     "expert gradients scaled without the tensor degree": (
         lambda: after_init(_scale=lambda it: it._scale / it._tensor), "tensor", "loss"),
-    "expert gradients not rescaled after the backward pass": (
-        lambda: after_init(_experts=lambda _: ()), "context", "loss"),
+    "expert gradients not rescaled after backward": (lambda: after_init(_experts=lambda _: ()), "context", "loss"),
     "auxiliary loss from the loads of one rank": (lambda: after_init(_groups=lambda _: []), "shards", "loss"),
     "auxiliary loss from loads not summed over data-parallel ranks": (
         lambda: after_init(_groups=lambda it: it._groups[1:]), "tensor", "loss"),
     "auxiliary loss from loads not summed over tensor ranks": (
         lambda: after_init(_groups=lambda it: it._groups[:1]), "tensor", "loss"),
     "auxiliary loss added on every tensor rank": (lambda: after_init(_tensor=lambda _: 1), "tensor", "loss"),
-    "auxiliary loss from the loads of the micro-batch": (
-        of(Router, "auxiliary_gradient", by_micro_batch), "shards", "loss"),
-    "auxiliary loss not scaled by the micro-batch's share of a step": (
-        of(Routing, "begin", lambda *_: None), "pipeline", "loss"),
+    "auxiliary loss from a micro-batch's loads": (of(Router, "auxiliary_gradient", by_micro_batch), "shards", "loss"),
+    "auxiliary loss not scaled by the micro-batch's share": (of(Routing, "begin", lambda *_: None), "pipeline", "loss"),
     "router loads never updated": (of(Router, "balance", lambda *_: None), "shards", "loss"),
     "choices made during shape inference counted": (of(ModuleState, "restore", lambda _: None), "pipeline", "loss"),
     "gradient norm without the experts": (of(engine, "norm_of", without_experts), "shards", "loss"),
@@ -144,20 +141,17 @@ FAULTS: Faults = {
     "output of the first dispatched token doubled": (of(Experts, "forward", twice), "shards", "loss"),
     "tokens processed by the neighboring expert": (of(Experts, "forward", of_the_neighbor), "replicas", "loss"),
     "combined outputs assigned to the wrong tokens": (of(experts._Sent, "apply", sent_wrongly), "shards", "loss"),
-    "gradients not sent back through combine": (
-        of(experts._Sent, "backward", staticmethod(not_sent_back)), "shards", "loss"),
-    "tokens dispatched to ranks that hold the same experts": (
-        of(experts, "_with_exchange", to_copies), "shards", "loss"),
+    "gradients lost in combine": (of(experts._Sent, "backward", staticmethod(not_sent_back)), "shards", "loss"),
+    "tokens dispatched to ranks with the same experts": (of(experts, "_with_exchange", to_copies), "shards", "loss"),
     "experts of the first rank drawn on all ranks": (of(tensor, "placed", of_the_first), "shards", "loss"),
     "tokens dropped beyond a capacity of 1": (of(Router, "_sort", dropped), "shards", "loss"),
-    "router gradients not all-reduced over tensor ranks": (
-        of(tensor._Replicated, "_apply", not_whole), "tensor", "loss"),
+    "router gradients not summed over tensor ranks": (of(tensor._Replicated, "_apply", not_whole), "tensor", "loss"),
     "gradients of unsharded experts not all-reduced over tensor ranks": (
         of(tensor._Replicated, "_apply", not_whole), "tensor without FSDP", "loss"),
     "weights of the chosen experts not normalized": (of(Router, "forward", unnormalized), "shards", "loss"),
     "bias moved with the load, not against it": (of(Router, "balance", backwards), "shards", "bias"),
     "bias from the loads of one rank": (lambda: after_init(_groups=lambda _: []), "shards", "bias"),
-    "positions counted from 0 on every context rank": (
+    "positions from 0 on every context rank": (
         of(context, "_number", lambda _p, _m, arguments: arguments), "context", "forced"),
 }  # fmt: skip
 

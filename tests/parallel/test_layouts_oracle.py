@@ -179,33 +179,28 @@ FAULTS: Faults = {
     "gradients of the previous step not cleared": (of(torch.optim.SGD, "zero_grad", lambda _: None), "replicas"),
     "every replica trains on the same samples": (
         of(BatchPlan, "rows", lambda self, step, _: (step * SAMPLES, step * SAMPLES + self.replica_batch)), "replicas"),
-    "FSDP gradients summed, not averaged": (
-        after(fsdp, "fully_shard", of_each(undivided)), "shards"),
+    "FSDP gradients summed, not averaged": (after(fsdp, "fully_shard", of_each(undivided)), "shards"),
     "gathered weights not refreshed after an update": (
         after(fsdp, "fully_shard", of_each(lambda it: it.set_reshard_after_backward(False))), "shards"),
     "gradient norm of the local shards only": (of(engine, "norm_of", of_own_shards), "shards"),
-    "weights drawn from another seed on each rank": (
-        of(apply, "materialize", partial(by_rank, apply.materialize)), "shards"),
+    "weights drawn from a seed per rank": (of(apply, "materialize", partial(by_rank, apply.materialize)), "shards"),
     "HSDP gradients not all-reduced between replicas": (
         after(fsdp, "fully_shard", of_each(lambda it: it.set_requires_all_reduce(False))), "shards in replicas"),
     "ZeRO-1 weights not broadcast after an update": (of(zero.Zero1, "share", lambda _: None), "zero1"),
     "ZeRO-1 weights broadcast by the wrong rank": (of(dist, "_broadcast_coalesced", of_next), "zero1"),
-    "row-wise outputs not all-reduced over tensor ranks": (
-        of(RowwiseParallel, "_prepare_output_fn", staticmethod(unsummed)), "tensor"),
+    "row-wise outputs not all-reduced": (of(RowwiseParallel, "_prepare_output_fn", staticmethod(unsummed)), "tensor"),
     "residual-stream gradients not all-reduced over tensor ranks": (
         of(tensor._Sequence, "_prepare_out_fn", lambda _, output, mesh: Kept.apply(output, mesh)), "tensor"),
     "embedding rows of another tensor rank": (
         of(tensor._Vocabulary, "_look_up_own", staticmethod(of_other_rows)), "tensor"),
     "cross-entropy sums not all-reduced over vocabulary shards": (of(tensor, "_over_ranks", of_share), "tensor"),
     "norm gradients not all-reduced over tensor ranks": (of(tensor._Sequence, "_apply", taken_for_sums), "sequence"),
-    "positions counted from 0 on every context rank": (
-        of(context, "_number", lambda _p, _m, arguments: arguments), "context"),
+    "positions from 0 on every context rank": (of(context, "_number", lambda _p, _m, arguments: arguments), "context"),
     "all-to-all results in the wrong rank order": (after(context, "all_to_all_single_autograd", swapped), "context"),
     "gradients not averaged over context ranks": (batch_for_copies, "context"),
     "ring positions numbered as one contiguous piece": (of(context, "_is_paired", lambda _: False), "ring"),
     "gradients of a weight on two stages not summed": (of(pipelined, "add_up_shared", lambda *_: None), "pipeline"),
-    "weight on two stages counted twice in the gradient norm": (
-        of(pipelined.Pipelined, "gradient_norm", counted_twice), "pipeline"),
+    "gradient norm counts a shared weight twice": (of(pipelined.Pipelined, "gradient_norm", counted_twice), "pipeline"),
     "gradient norm of the local stage only": (of(pipelined.Pipelined, "gradient_norm", without_others), "pipeline"),
     "gradients summed, not averaged, over a pipeline's micro-batches": (
         of(pipelined.Pipelined, "_share_of_loss", more_than_a_share), "pipeline"),
