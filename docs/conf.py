@@ -16,13 +16,19 @@ from ptdbench.records import schema  # noqa: E402
 
 project = "ptdbench"
 author = "ptdbench"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "ptdbench"
 html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
+
+# What a reader types or saves has a copy button, and output has none. In a session only the commands are copied.
+copybutton_selector = ", ".join(f"div.highlight-{language} pre" for language in ("sh", "console", "python", "yaml"))
+copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
+copybutton_copy_empty_lines = False
 
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"

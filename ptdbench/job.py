@@ -107,6 +107,7 @@ class Outcome(Results):
     #: must ``stopped``: both decide what happens next.
     error: Exception | None = None
     stopped: str | None = None  #: Why the run ended early, such as ``SIGTERM after step 40 of 100``.
+    profiles: bool = False  #: Whether the phases of a step are still to come.
     saved: bool | None = None  #: Whether a run that ended early saved its last step; ``None`` without checkpoints.
     logs: Sequence[Log] = ()  #: The loggers that send the run's curves to TensorBoard or a logging service, on rank 0.
 

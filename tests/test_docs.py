@@ -21,7 +21,7 @@ from tests.conftest import ROOT, composed
 from tests.daily import cases
 from tests.parallel.splitting import is_refused
 from tests.refusals import refusal_of
-from tests.shown import PAGES, commands, links, refusals
+from tests.shown import PAGES, commands, links, refusals, whole
 
 #: What `make slurm-up` starts, of which the pages show what it says.
 PARTITIONS = [
@@ -121,7 +121,7 @@ def test_documented_refusal_has_these_words(command, lines, monkeypatch):
 
 def test_documented_script_is_the_real_one(monkeypatch):
     monkeypatch.setattr(slurm, "available", lambda: False)
-    page = (ROOT / "docs" / "slurm.md").read_text()
+    page = whole((ROOT / "docs" / "slurm.md").read_text())
     shown = re.search(r"ptdbench sbatch (.*) > job.sh\n\$ cat job.sh\n(.*)\$ sbatch job.sh\n", page, re.DOTALL)
     text, _ = requests.write_script(shlex.split(shown[1]))
     text = text.replace(sys.executable, "/home/ada/ptdbench/.venv/bin/python")
@@ -130,6 +130,14 @@ def test_documented_script_is_the_real_one(monkeypatch):
 
 def test_readme_is_short():
     assert len(TEXTS[0].splitlines()) <= 150
+
+
+def test_commands_fit_a_terminal():
+    """But for the line of a script that the page shows as it is written."""
+    typed = re.compile(r"^(?: {4}|\$ )?(?:python|torchrun|srun|mpirun|tensorboard) .*|^(?: {4}|\$ )ptdbench .*", re.M)
+    assert {
+        line for text in TEXTS for line in typed.findall(text) if len(line) > 80 and "/home/ada" not in line
+    } == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

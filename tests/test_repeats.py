@@ -81,14 +81,15 @@ def test_each_run_is_carried_out_in_every_block_and_every_second_block_is_revers
 
 def test_what_is_missing_is_done_again_in_its_place_and_more_blocks_are_added(sweep, train):
     before = runs(sweep)
-    shutil.rmtree(sweep / "2_toy_single")
+    (gone,) = (name for name in before if name.startswith("2_toy_single_lr-"))
+    shutil.rmtree(sweep / gone)
     lines = (sweep / "results.jsonl").read_text().splitlines(keepends=True)
-    (sweep / "results.jsonl").write_text("".join(line for line in lines if "2_toy_single" not in line))
+    (sweep / "results.jsonl").write_text("".join(line for line in lines if gone not in line))
     done = train("sweep.resume=sweep", "repeat=3")
     assert done.returncode == 0, done.stderr
     again = runs(sweep)
-    assert {name for name in before if again[name] != before[name]} == {"2_toy_single"}
-    redone, was = again["2_toy_single"], before["2_toy_single"]
+    assert {name for name in before if again[name] != before[name]} == {gone}
+    redone, was = again[gone], before[gone]
     assert (block(redone), alternative(redone), redone["fingerprint"]) == (1, alternative(was), was["fingerprint"])
     added = [again[name] for name in again.keys() - before.keys()]
     assert [block(record) for record in added] == [2, 2]
@@ -99,15 +100,15 @@ def test_what_is_missing_is_done_again_in_its_place_and_more_blocks_are_added(sw
 
 @pytest.mark.thorough
 def test_one_of_the_runs_goes_on_alone_and_remains_in_its_block(sweep, train):
-    run = sweep / "3_toy_single"
-    said = forked.train_py("resume=sweep/3_toy_single", cwd=sweep.parent)
+    (run,) = sweep.glob("3_toy_single_lr-*")
+    said = forked.train_py(f"resume=sweep/{run.name}", cwd=sweep.parent)
     assert said.returncode == 1
-    assert "resume=sweep/3_toy_single: is complete, with 4 of 4 steps" in said.stderr
+    assert f"resume=sweep/{run.name}: is complete, with 4 of 4 steps" in said.stderr
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     was = json.loads((run / "record.json").read_text())
     error = {"rank": -1, "type": "Stopped", "message": "stopped", "traceback": ""}
     store.write_record(run, was | {"status": "preempted", "steps": 2, "error": error})
-    done = train("resume=sweep/3_toy_single")
+    done = train(f"resume=sweep/{run.name}")
     assert done.returncode == 0, done.stderr
     written = json.loads((run / "record.json").read_text())
     assert written["remarks"]["resumed"].startswith("after step 2, from ")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -58,3 +59,9 @@ def leaves(config: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def short_names(options: Collection[str]) -> dict[str, str]:
+    """Shorten each option to the last part of its name, if that is unique among them."""
+    counts = Counter(name.rpartition(".")[2] for name in options)
+    return {name: last if counts[last := name.rpartition(".")[2]] == 1 else name for name in options}

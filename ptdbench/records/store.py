@@ -309,7 +309,7 @@ def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, 
 
 def file_name(text: object) -> str:
     """Turn any text into a directory name: characters that need quoting in a shell or an override become ``-``."""
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", str(text))[:200]
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", str(text))[:120]
 
 
 def point_latest(directory: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ptdbench.comparison.alternatives import name_of_sweep, sweep_of
 from ptdbench.grouping import grouped
 from ptdbench.parallel.dims import Dims
-from ptdbench.records.effects import OF_CHOICE, affects, leaves
+from ptdbench.records.effects import OF_CHOICE, affects, leaves, short_names
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report.text import range_text
 from ptdbench.terminal import plural
@@ -38,12 +38,6 @@ def differences(records: Sequence[RunRecord]) -> list[str]:
         " ".join(f"{called[name]}={_cut(text)}" for name, texts in differing.items() if (text := texts[place]))
         for place in range(len(records))
     ]
-
-
-def short_names(options: Collection[str]) -> dict[str, str]:
-    """Shorten each option to the last part of its name, if that is unique among them."""
-    lasts = Counter(map(_last, options))
-    return {name: _last(name) if lasts[_last(name)] == 1 else name for name in options}
 
 
 def by_option(records: Sequence[RunRecord]) -> dict[str, list[str | None]]:

@@ -22,11 +22,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ptdbench.problems import first_line
+from ptdbench.records.effects import short_names
 from ptdbench.records.ledger import sweep_of
 from ptdbench.records.run_record import RunRecord, typed
 from ptdbench.records.schema import Evaluation, Written
 from ptdbench.report import scalars
-from ptdbench.report.labels import short_names
 from ptdbench.report.scalars import Scalar
 from ptdbench.terminal import echo
 
@@ -209,7 +209,7 @@ class MLflow:
         self._experiment, self._uri = experiment, tracking_uri
         self._client: Any = None
         self._run = ""
-        self._sent = {"step": -1, "eval": -1}  # the last steps for which an earlier start has sent points
+        self._sent = dict.fromkeys(("speed", "step", "validation"), -1)  # last steps that an earlier start has sent
 
     def begin(self, start: Start) -> str:
         """See :class:`Service`."""
@@ -224,17 +224,17 @@ class MLflow:
         if start.known and start.first:
             self._run = start.known
             self._client.update_run(self._run, RunStatus.to_string(RunStatus.RUNNING))
-            for points, tag in (("step", "summary/ok"), ("eval", "eval/loss")):
-                found = self._client.get_metric_history(self._run, tag)
-                self._sent[points] = max((point.step for point in found), default=-1)
+            for points in self._sent:
+                tag = "validation/loss" if points == "validation" else "summary/ok"
+                history = self._client.get_metric_history(self._run, tag)
+                self._sent[points] = max((point.step for point in history), default=-1)
             return self._run
         with suppress(Exception):  # an earlier start that was killed, and that the service may not know
             if start.known and self._client.get_run(start.known).info.status == "RUNNING":
                 self._client.set_terminated(start.known, "KILLED")
         experiment = self._client.get_experiment_by_name(self._experiment) or self._created()
-        tags = {"sweep": start.sweep} if start.sweep else {}
-        name = start.directory.name
-        self._run = self._client.create_run(experiment.experiment_id, run_name=name, tags=tags).info.run_id
+        named = {"run_name": start.directory.name, "tags": {"sweep": start.sweep} if start.sweep else {}}
+        self._run = self._client.create_run(experiment.experiment_id, **named).info.run_id
         params = [Param(name, str(value)) for name, value in start.hparams.items()]
         try:
             self._client.log_batch(self._run, params=params)
@@ -257,7 +257,7 @@ class MLflow:
         from mlflow.entities import Metric
 
         # Of a killed start, MLflow keeps the steps after the last checkpoint, which are now done again.
-        points = [point for point in found if point.step > self._sent[point.tag.partition("/")[0]]]
+        points = [point for point in found if point.step > self._sent.get(point.tag.partition("/")[0], -1)]
         now = time.time()  # of several summaries at the last step, which is the highest, the latest counts
         last = max([last_step, self._sent["step"], *(one.step for one in points if one.tag.startswith("step/"))])
         points += [Scalar(tag, value, last, now) for tag, value in summary.items()]
@@ -278,7 +278,7 @@ class Log:
         self._directory = directory
         self._end: float | None = None  # when the last of the steps sent ended
         self._shown = self._evaluated = 0  # number of steps sent, and the step of the last evaluation sent
-        self._is_open = False
+        self._is_open = self._is_ok = False
         self._failure: Exception | None = None
         self._is_patient = isinstance(service, TensorBoard)  # retries at the end before it reports an error
 
@@ -293,8 +293,8 @@ class Log:
         self._shown = first + len(rows)
         self._evaluated = max((evaluation.step for evaluation in evaluations), default=self._evaluated)
 
-    def finish(self, written: Written) -> None:
-        """Send the remaining points of the run with this record, and close it."""
+    def finish(self, written: Written, closes: bool = True) -> None:
+        """Send the remaining points of the run with this record, and close it unless more is to come."""
         is_patient, self._is_patient = self._is_patient, False
         if self._failure and is_patient:  # start a new file, whose steps replace those in the last one
             self._is_open, self._failure = False, None
@@ -304,22 +304,25 @@ class Log:
             record = typed(written)
             points = scalars.remaining(self._directory, record, self._shown, self._evaluated)
             self._send(record, points, record.first_step)
+            self._shown = self._evaluated = record.steps or 0
 
         self._try(send)
-        self._close(written["status"] == "ok")
+        self._is_ok = written["status"] == "ok"
+        if closes:
+            self._close()
 
     def abort(self, tells: bool = True) -> None:
         """Close the run as one that failed; ``tells``: report an error that was to be tried again."""
         if self._failure and self._is_patient and tells:
             self._report(self._failure)
         self._is_patient = False
-        self._close(is_ok=False)
+        self._close()
 
-    def _close(self, is_ok: bool) -> None:
+    def _close(self) -> None:
         """Close the run, even after an error: a service that is back would otherwise show it as running forever."""
         try:
             if self._is_open:
-                self._service.end(is_ok)
+                self._service.end(self._is_ok)
         except Exception as error:  # as above
             if not self._failure:
                 self._report(error)
@@ -336,12 +339,10 @@ class Log:
         known = None
         with suppress(OSError, ValueError, AttributeError):  # AttributeError: it holds something else
             known = json.loads(path.read_text()).get(self._service.package)
-        found = sweep_of(self._directory)
-        sweep = found.name if found else None
-        swept = scalars.swept(self._directory)
+        sweep, swept = sweep_of(self._directory), scalars.swept(self._directory)
         hparams, metrics = scalars.hparams(record, swept), scalars.summary(record)
-        called = short_names(swept).values()
-        start = Start(self._directory, first, known, sweep, hparams, called, metrics, record.kind)
+        names, within = short_names(swept).values(), sweep.name if sweep else None
+        start = Start(self._directory, first, known, within, hparams, names, metrics, record.kind)
         name = self._service.begin(start)
         self._is_open = True
         if name:

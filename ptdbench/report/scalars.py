@@ -15,12 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ptdbench.problems import as_typed
+from ptdbench.profiling.phases import PHASES
 from ptdbench.records import ledger, series
+from ptdbench.records.effects import short_names
 from ptdbench.records.load import SERIES, Run
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Evaluation
 from ptdbench.records.store import Damaged
-from ptdbench.report.labels import options, short_names
+from ptdbench.report import recorded_phases
+from ptdbench.report.labels import options
 
 #: The columns that become curves.
 _SHOWN = (*series.NUMBERS, "slowest_seconds")
@@ -50,14 +53,22 @@ def advance(
 def remaining(directory: Path, record: RunRecord, shown: int = 0, evaluated: int = 0) -> list[Scalar]:
     """Return the curves of the run's last start, from step ``shown`` on and evaluations after step ``evaluated``.
 
-    Per step: ``step/loss``, ``step/seconds`` (of the slowest rank), ``step/tokens_per_second`` or
-    ``step/samples_per_second``, ``step/memory_bytes`` (the maximum over ranks), ``step/learning_rate``,
-    ``step/data_wait_share`` (of the step's time), and ``step/gradient_norm`` if gradients are clipped.
-    Per evaluation: ``eval/loss``, ``eval/top1``, ``eval/top5`` and ``eval/bits_per_byte``, if available.
+    TensorBoard sorts tags, so throughput is first. Per step: ``speed/tokens_per_second`` or
+    ``speed/samples_per_second``, ``step/loss``, ``step/seconds`` (slowest rank), ``step/memory_bytes`` (maximum over
+    ranks), ``step/learning_rate``, ``step/data_wait_share``, ``step/gradient_norm`` if gradients are clipped. Per
+    evaluation: ``validation/...``. At the last step: ``step_seconds/<phase>`` of the mean step.
     """
     run, first = Run(record, directory), record.first_step
     columns = {column: run.series(name)[first:] for name, column in SERIES.items() if column in _SHOWN}
-    return _curves(record, first, columns, record.evaluations, _started(record), shown, evaluated)[0]
+    points, end = _curves(record, first, columns, record.evaluations, _started(record), shown, evaluated)
+    return points + _phases(record, end)
+
+
+def _phases(record: RunRecord, time: float) -> list[Scalar]:
+    """Return the phases of the mean step as points at the last one; empty if the record has none."""
+    phases = {} if recorded_phases.missing(record) else recorded_phases.step(record).phases
+    tags = {f"step_seconds/{PHASES[name].replace(' ', '_')}": mean for name, mean in phases.items() if mean}
+    return [Scalar(tag, mean, max((record.steps or 0) - 1, 0), time) for tag, mean in tags.items()]
 
 
 def _curves(
@@ -75,9 +86,9 @@ def _curves(
     if record.tokens_per_sample:
         unit, units_per_step = "tokens", units_per_step * record.tokens_per_sample
     curves = {
+        f"speed/{unit}_per_second": units_per_step / seconds,
         "step/loss": columns["loss"],
         "step/seconds": seconds,
-        f"step/{unit}_per_second": units_per_step / seconds,
         "step/memory_bytes": columns["memory_bytes"],
         "step/learning_rate": columns["learning_rate"],
         "step/gradient_norm": columns["gradient_norm"],
@@ -106,7 +117,7 @@ def evaluated_at(record: RunRecord, step: int) -> list[Scalar]:
 
 def _evaluated(evaluation: Evaluation, time: float) -> list[Scalar]:
     return [
-        Scalar(f"eval/{name}", value, evaluation.step, time)
+        Scalar(f"validation/{name}", value, evaluation.step, time)
         for name in ("loss", "top1", "top5", "bits_per_byte")
         if (value := getattr(evaluation, name)) is not None
     ]
@@ -172,8 +183,8 @@ def summary(record: RunRecord) -> dict[str, float | None]:
     """
     metrics, last = record.metrics, record.evaluations[-1] if record.evaluations else None
     figures = {
-        "ok": float(record.status == "ok"),  # not a hyperparameter, as those are written before the end
         "throughput": metrics.tokens_per_second if record.tokens_per_sample else metrics.samples_per_second,
+        "ok": float(record.status == "ok"),  # not a hyperparameter, as those are written before the end
         "model_flops_per_second": metrics.model_flops_per_second,
         "mfu": metrics.mfu,
         "mfu_causal": metrics.mfu_causal,

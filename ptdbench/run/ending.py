@@ -52,7 +52,7 @@ def write_result(
         return
     if done.get("steps"):
         for log in outcome.logs:
-            log.finish(done)
+            log.finish(done, closes=not outcome.profiles)
     if outcome.stopped and outcome.saved:
         _requeue(attempt, spec.config.cluster, done, outcome.stopped)
 

@@ -121,6 +121,12 @@ class Composed:
         """Every run's configuration, as a :class:`Config`."""
         return list(map(without_hydra, self.wholes))
 
+    @cached_property
+    def swept(self) -> list[str]:
+        """The options that have several values."""
+        by_name = grouped((option(word), word) for job in self.overrides for word in job)
+        return [name for name, words in by_name.items() if len(set(words)) > 1]
+
     @property
     def hydra(self) -> DictConfig:
         """Hydra's own node, of which a sweep has one but for what tells its runs apart."""

@@ -132,6 +132,8 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
     kept = [override for override in _without(task, others) if option(override) != RESHAPE]
     place = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(str(directory))}"]
     hydras = _hydras(directory / "multirun.yaml", [*task, *others, *place])
+    if sweep := _of_hydra(directory / "multirun.yaml", "hydra.sweep"):  # runs keep their directories' names
+        hydras += _without([f"hydra.sweep.subdir={quoted(sweep._get_node('subdir')._value())}"], [*hydras, *others])
     return Line([*kept, *hydras, *others, *place], directory, only)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
-from ptdbench.setup.commandline import as_written, option
+from ptdbench.records import store
+from ptdbench.records.effects import OF_CHOICE, short_names
+from ptdbench.setup.commandline import as_written, option, values
 from ptdbench.setup.compose import Composed, without_hydra
 from ptdbench.setup.config import Config, Repeat, Slurm
 from ptdbench.terminal import plural
@@ -78,15 +80,23 @@ def of(composed: Composed, repeats: bool = True) -> list[Run]:
         return [_read(composed.wholes[0], composed.configs[0], composed.typed, 0, None, None)]
     count = len(composed.wholes)
     ordered = order(count, composed.configs[0].repeat) if repeats else [(place, None) for place in range(count)]
-    return [
-        _read(composed.wholes[place], composed.configs[place], composed.overrides[place], place, number, block)
-        for number, (place, block) in enumerate(ordered)
-    ]
+    parts = [*zip(composed.wholes, composed.configs, composed.overrides, strict=True)]
+    unnamed = [_read(*parts[place], place, number, block) for number, (place, block) in enumerate(ordered)]
+    return [_named(run, composed.swept) for run in unnamed]
 
 
-def of_search(whole: DictConfig, overrides: Sequence[str], number: int) -> Run:
+def of_search(composed: Composed, whole: DictConfig, overrides: Sequence[str], number: int) -> Run:
     """Return the run that a sweeper has just chosen, of a configuration with Hydra's own node."""
-    return _read(whole, without_hydra(whole), overrides, number, number, None)
+    return _named(_read(whole, without_hydra(whole), overrides, number, number, None), composed.swept)
+
+
+def _named(run: Run, swept: Collection[str]) -> Run:
+    """Put a run's values of the swept options into its directory's name, in place of ``{swept}``: ``_lr-0.001``."""
+    names, typed = short_names(swept), values(run.overrides)
+    of_label = ("model", "parallel", "workload", *(name for name in swept if name.endswith(OF_CHOICE)))
+    chosen = {names[name]: typed[name].strip("'\"") for name in swept if name in typed and name not in of_label}
+    words = "".join(f"_{name}={value}" for name, value in chosen.items())
+    return replace(run, subdirectory=run.subdirectory.replace("{swept}", store.file_name(words)))
 
 
 def _read(

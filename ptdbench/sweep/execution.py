@@ -194,7 +194,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
                 except (HydraException, OmegaConfBaseException) as error:
                     rule = first_line(error)
                     raise ConfigError([Problem("command line", " ".join(words), rule)]) from None
-                agenda.runs.append(requests.of_search(setup_runs.of_search(whole, words, len(agenda.runs))))
+                agenda.runs.append(requests.of_search(setup_runs.of_search(composed, whole, words, len(agenda.runs))))
             numbers = range(first, first + len(job_overrides))
             execute(opened(agenda, numbers))
             return [_outcome(agenda, number) for number in numbers]

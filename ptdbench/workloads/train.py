@@ -185,19 +185,21 @@ def _explain(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expec
     if machine:
         outcome.virtual = virtual_account.account(job, loop, expected.volume)
     if job.spec.config.profile.steps:
+        outcome.profiles = not machine or (machine.real_time and job.world.present is None)  # else times mean nothing
         _conclude(job, outcome)
-        if not machine or (machine.real_time and job.world.present is None):  # otherwise times mean nothing
+        if outcome.profiles:
             outcome.phases = profile.phases(job, loop, outcome.metrics, expected)
+            outcome.profiles = False
             _conclude(job, outcome)
         outcome.memory = memory_split.split(job, loop)
 
 
 def _conclude(job: Job, outcome: Outcome) -> None:
-    """Write the result with what is known so far, and close the logs; where that fails, it is tried again later."""
+    """Write the result so far; close the logs unless phases are to come. Where that fails, it is tried again later."""
     if job.world.is_first:
         with job.watchdog.paused(), suppress(OSError, Damaged):  # the other ranks go on
             job.conclude(outcome)
-            outcome.logs = ()
+            outcome.logs = outcome.logs if outcome.profiles else ()
 
 
 def assemble(job: Job) -> StepLoop:

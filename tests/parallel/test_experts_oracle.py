@@ -1,6 +1,6 @@
-"""Mistakes that frameworks have made with experts, put into the program: each is seen in its losses or norms.
+"""Faults of experts that frameworks have had, injected one by one: each is detected by losses or norms.
 
-What stands here is what ``docs/injected-faults.md`` has as a table.
+``docs/injected-faults.md`` lists them.
 """
 
 from contextlib import AbstractContextManager
@@ -18,7 +18,7 @@ from ptdbench.parallel import pipeline_engine as pipeline
 from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling.events import COMBINE
-from tests.parallel.oracle import Mistakes, is_on, of
+from tests.parallel.oracle import Faults, is_on, of
 from tests.parallel.ranks import each, mesh_of, on_ranks
 from tests.parallel.ten_steps import by_hand
 from tests.parallel.test_experts import LAYOUTS, SAMPLES, by_layout, model
@@ -117,61 +117,64 @@ def backwards(self: Router, counts: torch.Tensor) -> None:
     self.bias.copy_(2 * before - self.bias)
 
 
-#: By what is wrong: the mistake, and the layout and the balance in which it matters.
-MISTAKES: Mistakes = {
-    "gradients of experts times the degree": (lambda: after_init(_scale=lambda _: 1.0), "shards", "loss"),
-    "gradients of experts halved": (lambda: after_init(_scale=lambda it: it._scale / 2), "replicas", "loss"),
-    "their scale without the tensor degree": (
+#: By what is broken: the fault, and the layout and the balance in which it matters.
+FAULTS: Faults = {
+    "expert gradients not divided by the expert degree": (lambda: after_init(_scale=lambda _: 1.0), "shards", "loss"),
+    "expert gradients halved": (lambda: after_init(_scale=lambda it: it._scale / 2), "replicas", "loss"),
+    "expert gradients scaled without the tensor degree": (
         lambda: after_init(_scale=lambda it: it._scale / it._tensor), "tensor", "loss"),
-    "no complete gradients of experts": (lambda: after_init(_experts=lambda _: ()), "context", "loss"),
-    "auxiliary loss by rank": (lambda: after_init(_groups=lambda _: []), "shards", "loss"),
-    "auxiliary loss without copies": (lambda: after_init(_groups=lambda it: it._groups[1:]), "tensor", "loss"),
-    "auxiliary loss without tensor ranks": (lambda: after_init(_groups=lambda it: it._groups[:1]), "tensor", "loss"),
-    "auxiliary loss times the tensor degree": (lambda: after_init(_tensor=lambda _: 1), "tensor", "loss"),
-    "auxiliary loss by micro-batch": (of(Router, "auxiliary_gradient", by_micro_batch), "shards", "loss"),
-    "auxiliary loss without its share of a step": (of(Routing, "begin", lambda *_: None), "pipeline", "loss"),
-    "stale loads": (of(Router, "balance", lambda *_: None), "shards", "loss"),
-    "choices of shape inference counted": (of(ModuleState, "restore", lambda _: None), "pipeline", "loss"),
-    "a norm without experts": (of(engine, "norm_of", without_experts), "shards", "loss"),
-    "a norm of own experts": (of(engine, "norm_of", of_own_experts), "shards", "loss"),
-    "a norm without experts in stages": (of(pipeline, "norm_of", without_experts), "pipeline", "loss"),
-    "the last token lost": (of(Experts, "forward", lost), "context", "loss"),
-    "the first token twice": (of(Experts, "forward", twice), "shards", "loss"),
-    "another expert's tokens": (of(Experts, "forward", of_the_neighbor), "replicas", "loss"),
-    "the results of other tokens": (of(experts._Sent, "apply", sent_wrongly), "shards", "loss"),
-    "gradients that do not come back": (of(experts._Sent, "backward", staticmethod(not_sent_back)), "shards", "loss"),
-    "tokens to the ranks with the same experts": (of(experts, "_with_exchange", to_copies), "shards", "loss"),
-    "the first rank's experts drawn on all": (of(tensor, "placed", of_the_first), "shards", "loss"),
-    "tokens dropped beyond a fair share": (of(Router, "_sort", dropped), "shards", "loss"),
-    "summands of routers taken for sums": (of(tensor._Replicated, "_apply", not_whole), "tensor", "loss"),
-    "summands of whole experts taken for sums": (
+    "expert gradients not rescaled after backward": (lambda: after_init(_experts=lambda _: ()), "context", "loss"),
+    "auxiliary loss from the loads of one rank": (lambda: after_init(_groups=lambda _: []), "shards", "loss"),
+    "auxiliary loss from loads not summed over data-parallel ranks": (
+        lambda: after_init(_groups=lambda it: it._groups[1:]), "tensor", "loss"),
+    "auxiliary loss from loads not summed over tensor ranks": (
+        lambda: after_init(_groups=lambda it: it._groups[:1]), "tensor", "loss"),
+    "auxiliary loss added on every tensor rank": (lambda: after_init(_tensor=lambda _: 1), "tensor", "loss"),
+    "auxiliary loss from a micro-batch's loads": (of(Router, "auxiliary_gradient", by_micro_batch), "shards", "loss"),
+    "auxiliary loss not scaled by the micro-batch's share": (of(Routing, "begin", lambda *_: None), "pipeline", "loss"),
+    "router loads never updated": (of(Router, "balance", lambda *_: None), "shards", "loss"),
+    "choices made during shape inference counted": (of(ModuleState, "restore", lambda _: None), "pipeline", "loss"),
+    "gradient norm without the experts": (of(engine, "norm_of", without_experts), "shards", "loss"),
+    "gradient norm of the local experts only": (of(engine, "norm_of", of_own_experts), "shards", "loss"),
+    "gradient norm of stages without the experts": (of(pipeline, "norm_of", without_experts), "pipeline", "loss"),
+    "output of the last dispatched token zeroed": (of(Experts, "forward", lost), "context", "loss"),
+    "output of the first dispatched token doubled": (of(Experts, "forward", twice), "shards", "loss"),
+    "tokens processed by the neighboring expert": (of(Experts, "forward", of_the_neighbor), "replicas", "loss"),
+    "combined outputs assigned to the wrong tokens": (of(experts._Sent, "apply", sent_wrongly), "shards", "loss"),
+    "gradients lost in combine": (of(experts._Sent, "backward", staticmethod(not_sent_back)), "shards", "loss"),
+    "tokens dispatched to ranks with the same experts": (of(experts, "_with_exchange", to_copies), "shards", "loss"),
+    "experts of the first rank drawn on all ranks": (of(tensor, "placed", of_the_first), "shards", "loss"),
+    "tokens dropped beyond a capacity of 1": (of(Router, "_sort", dropped), "shards", "loss"),
+    "router gradients not summed over tensor ranks": (of(tensor._Replicated, "_apply", not_whole), "tensor", "loss"),
+    "gradients of unsharded experts not all-reduced over tensor ranks": (
         of(tensor._Replicated, "_apply", not_whole), "tensor without FSDP", "loss"),
-    "weights of the chosen not normalized": (of(Router, "forward", unnormalized), "shards", "loss"),
-    "a bias that moves with the load": (of(Router, "balance", backwards), "shards", "bias"),
-    "a bias by rank": (lambda: after_init(_groups=lambda _: []), "shards", "bias"),
-    "positions of a share": (of(context, "_number", lambda _p, _m, arguments: arguments), "context", "forced"),
+    "weights of the chosen experts not normalized": (of(Router, "forward", unnormalized), "shards", "loss"),
+    "bias moved with the load, not against it": (of(Router, "balance", backwards), "shards", "bias"),
+    "bias from the loads of one rank": (lambda: after_init(_groups=lambda _: []), "shards", "bias"),
+    "positions from 0 on every context rank": (
+        of(context, "_number", lambda _p, _m, arguments: arguments), "context", "forced"),
 }  # fmt: skip
 
 
-def mistaken(name: str) -> list[list[float]]:
-    """In each of four ranks: losses and norms of a program with a mistake."""
-    make, layout, balance = MISTAKES[name]
+def faulty(name: str) -> list[list[float]]:
+    """In each of four ranks: losses and norms of a program with a fault."""
+    make, layout, balance = FAULTS[name]
     with make():
         return by_layout(layout, balance)
 
 
 #: Before torch 2.14 shapes are inferred on the meta device, where nothing is counted.
-UNSEEN_BEFORE_2_14 = () if torch.__version__ >= "2.14" else ("choices of shape inference counted",)
+UNSEEN_BEFORE_2_14 = () if torch.__version__ >= "2.14" else ("choices made during shape inference counted",)
 
 
 @pytest.mark.ranks
 @pytest.mark.thorough
-def test_every_mistake_is_seen():
-    (of_first, *_) = on_ranks(4, each, mistaken, [*MISTAKES])
+def test_every_fault_is_detected():
+    (of_first, *_) = on_ranks(4, each, faulty, [*FAULTS])
     expected = {balance: by_hand(model(balance), SAMPLES) for balance in ("loss", "bias", "forced")}
     unseen = [
         name
-        for name, (_, _, balance) in MISTAKES.items()
+        for name, (_, _, balance) in FAULTS.items()
         if name not in UNSEEN_BEFORE_2_14
         and of_first[name] == [pytest.approx(step, rel=1e-5) for step in expected[balance]]
     ]
@@ -179,4 +182,4 @@ def test_every_mistake_is_seen():
 
 
 def test_the_page_lists_them():
-    assert is_on("injected-faults.md", MISTAKES)
+    assert is_on("injected-faults.md", FAULTS)

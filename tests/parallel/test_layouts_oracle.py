@@ -1,6 +1,6 @@
-"""Mistakes of layouts without experts, put into the program: each is seen in its losses or norms.
+"""Faults of layouts without experts, injected one by one: each is detected by losses or norms.
 
-What stands here is what ``docs/injected-faults.md`` has as a table.
+``docs/injected-faults.md`` lists them.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Accumulating, LaidOutModule
 from ptdbench.parallel.strategy import Strategy
 from tests.parallel.made import gpt, laid_out
-from tests.parallel.oracle import Mistakes, after, is_on, of
+from tests.parallel.oracle import Faults, after, is_on, of
 from tests.parallel.ranks import each, mesh_of, on_ranks
 from tests.parallel.ten_steps import by_engine, by_hand
 
@@ -49,10 +49,10 @@ def model() -> GPT:
     return gpt(layers=2, vocabulary=20)
 
 
-def by_layout(layout: str, mistake: str) -> list[list[float]]:
-    """In each of four ranks: losses and norms of a program with a mistake, or of the right one."""
+def by_layout(layout: str, fault: str) -> list[list[float]]:
+    """In each of four ranks: losses and norms of a program with a fault, or of the right one."""
     options, micro_batch = LAYOUTS[layout]
-    with MISTAKES[mistake][0]() if mistake else nullcontext():
+    with FAULTS[fault][0]() if fault else nullcontext():
         return by_engine(*laid_out(Strategy(**options), model(), SAMPLES, micro_batch))
 
 
@@ -169,53 +169,53 @@ def batch_for_copies() -> Any:
     return of(mesh, "dp_cp", mesh.dp)()
 
 
-#: By what is wrong: the mistake, and the layout in which it matters.
-MISTAKES: Mistakes = {
-    "gradients of replicas not averaged": (
+#: By what is broken: the fault, and the layout in which it matters.
+FAULTS: Faults = {
+    "gradients not averaged over replicas": (
         after(apply, "replicate", lambda part: replace(part, runner=part.module, deferred=nullcontext)), "replicas"),
-    "gradients of replicas added up": (after(apply, "replicate", added_up), "replicas"),
-    "only the last micro-batch counted": (after(apply, "replicate", last_alone), "replicas"),
-    "micro-batches added up": (of(Accumulating, "gradients", scaled(2)), "replicas"),
-    "gradients of the step before left": (of(torch.optim.SGD, "zero_grad", lambda _: None), "replicas"),
-    "the same samples on each replica": (
+    "gradients summed, not averaged, over replicas": (after(apply, "replicate", added_up), "replicas"),
+    "gradients of all but the last micro-batch dropped": (after(apply, "replicate", last_alone), "replicas"),
+    "gradients summed, not averaged, over micro-batches": (of(Accumulating, "gradients", scaled(2)), "replicas"),
+    "gradients of the previous step not cleared": (of(torch.optim.SGD, "zero_grad", lambda _: None), "replicas"),
+    "every replica trains on the same samples": (
         of(BatchPlan, "rows", lambda self, step, _: (step * SAMPLES, step * SAMPLES + self.replica_batch)), "replicas"),
-    "gradients of shards added up": (
-        after(fsdp, "fully_shard", of_each(undivided)), "shards"),
-    "stale whole weights": (
+    "FSDP gradients summed, not averaged": (after(fsdp, "fully_shard", of_each(undivided)), "shards"),
+    "gathered weights not refreshed after an update": (
         after(fsdp, "fully_shard", of_each(lambda it: it.set_reshard_after_backward(False))), "shards"),
-    "a norm of own shards": (of(engine, "norm_of", of_own_shards), "shards"),
-    "weights drawn by rank": (of(apply, "materialize", partial(by_rank, apply.materialize)), "shards"),
-    "copies of shards not averaged": (
+    "gradient norm of the local shards only": (of(engine, "norm_of", of_own_shards), "shards"),
+    "weights drawn from a seed per rank": (of(apply, "materialize", partial(by_rank, apply.materialize)), "shards"),
+    "HSDP gradients not all-reduced between replicas": (
         after(fsdp, "fully_shard", of_each(lambda it: it.set_requires_all_reduce(False))), "shards in replicas"),
-    "updated weights not sent": (of(zero.Zero1, "share", lambda _: None), "zero1"),
-    "updated weights sent by another than their owner": (of(dist, "_broadcast_coalesced", of_next), "zero1"),
-    "outputs of cut layers not added up": (of(RowwiseParallel, "_prepare_output_fn", staticmethod(unsummed)), "tensor"),
-    "gradients of the stream not added up": (
+    "ZeRO-1 weights not broadcast after an update": (of(zero.Zero1, "share", lambda _: None), "zero1"),
+    "ZeRO-1 weights broadcast by the wrong rank": (of(dist, "_broadcast_coalesced", of_next), "zero1"),
+    "row-wise outputs not all-reduced": (of(RowwiseParallel, "_prepare_output_fn", staticmethod(unsummed)), "tensor"),
+    "residual-stream gradients not all-reduced over tensor ranks": (
         of(tensor._Sequence, "_prepare_out_fn", lambda _, output, mesh: Kept.apply(output, mesh)), "tensor"),
-    "another rank's rows of the embedding": (
+    "embedding rows of another tensor rank": (
         of(tensor._Vocabulary, "_look_up_own", staticmethod(of_other_rows)), "tensor"),
-    "a loss of a share of the vocabulary": (of(tensor, "_over_ranks", of_share), "tensor"),
-    "summands of norms taken for sums": (of(tensor._Sequence, "_apply", taken_for_sums), "sequence"),
-    "positions of a share": (of(context, "_number", lambda _p, _m, arguments: arguments), "context"),
-    "positions in the order of other ranks": (after(context, "all_to_all_single_autograd", swapped), "context"),
-    "gradients averaged over samples alone": (batch_for_copies, "context"),
-    "a ring's positions in one piece": (of(context, "_is_paired", lambda _: False), "ring"),
-    "gradients of a shared weight not added up": (of(pipelined, "add_up_shared", lambda *_: None), "pipeline"),
-    "a shared weight twice in the norm": (of(pipelined.Pipelined, "gradient_norm", counted_twice), "pipeline"),
-    "a norm of own stages": (of(pipelined.Pipelined, "gradient_norm", without_others), "pipeline"),
-    "micro-batches of stages added up": (of(pipelined.Pipelined, "_share_of_loss", more_than_a_share), "pipeline"),
+    "cross-entropy sums not all-reduced over vocabulary shards": (of(tensor, "_over_ranks", of_share), "tensor"),
+    "norm gradients not all-reduced over tensor ranks": (of(tensor._Sequence, "_apply", taken_for_sums), "sequence"),
+    "positions from 0 on every context rank": (of(context, "_number", lambda _p, _m, arguments: arguments), "context"),
+    "all-to-all results in the wrong rank order": (after(context, "all_to_all_single_autograd", swapped), "context"),
+    "gradients not averaged over context ranks": (batch_for_copies, "context"),
+    "ring positions numbered as one contiguous piece": (of(context, "_is_paired", lambda _: False), "ring"),
+    "gradients of a weight on two stages not summed": (of(pipelined, "add_up_shared", lambda *_: None), "pipeline"),
+    "gradient norm counts a shared weight twice": (of(pipelined.Pipelined, "gradient_norm", counted_twice), "pipeline"),
+    "gradient norm of the local stage only": (of(pipelined.Pipelined, "gradient_norm", without_others), "pipeline"),
+    "gradients summed, not averaged, over a pipeline's micro-batches": (
+        of(pipelined.Pipelined, "_share_of_loss", more_than_a_share), "pipeline"),
 }  # fmt: skip
 
 
 @pytest.mark.ranks
 @pytest.mark.thorough
-def test_every_mistake_is_seen():
+def test_every_fault_is_detected():
     right = [(layout, "") for layout in LAYOUTS]
-    (of_first, *_) = on_ranks(4, each, by_layout, right + [(layout, name) for name, (_, layout) in MISTAKES.items()])
+    (of_first, *_) = on_ranks(4, each, by_layout, right + [(layout, name) for name, (_, layout) in FAULTS.items()])
     expected = [pytest.approx(step, rel=1e-5) for step in by_hand(model(), SAMPLES)]
     assert {name for _, name in (case for case, numbers in of_first.items() if numbers == expected)} == {""}
     assert [case for case in right if of_first[case] != expected] == []
 
 
 def test_the_page_lists_them():
-    assert is_on("injected-faults.md", MISTAKES)
+    assert is_on("injected-faults.md", FAULTS)

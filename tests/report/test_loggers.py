@@ -146,10 +146,10 @@ class TestLog:
         def steps(tag: str) -> list[int]:
             return [point.step for point in client.get_metric_history(killed.info.run_id, tag)]
 
-        assert (steps("step/loss"), steps("eval/loss")) == ([0, 1], [1])
+        assert (steps("step/loss"), steps("validation/loss")) == ([0, 1], [1])
         again = RECORD | {"segments": [{"first_step": 1, "steps": 2}]}
         Log(loggers.MLflow("any", uri), tmp_path).finish(again.written)
-        assert (steps("step/loss"), steps("eval/loss")) == ([0, 1, 2], [1, 3])
+        assert (steps("step/loss"), steps("validation/loss")) == ([0, 1, 2], [1, 3])
         assert client.get_run(killed.info.run_id).data.metrics["summary/ok"] == 1.0
         for _ in range(2):  # it is done again, is killed, and begins again
             shown(loggers.MLflow("any", uri), tmp_path)

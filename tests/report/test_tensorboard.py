@@ -8,7 +8,7 @@ from tensorboard.summary.writer import event_file_writer
 from ptdbench.records import ledger, series
 from ptdbench.report import scalars
 from ptdbench.report.loggers import Log, TensorBoard
-from tests.report.made import run
+from tests.report.made import phased, run
 
 RECORD = run(
     "pdp",
@@ -77,26 +77,41 @@ def test_curves_over_the_steps_and_evaluations_at_their_own_wall_times(tmp_path)
     assert {tag: values(events, tag) for tag in curves} == {
         "step/loss": [(0, 5.0), (1, 4.0), (2, 3.5)],
         "step/seconds": [(0, 2.0), (1, 0.5), (2, 0.5)],
-        "step/tokens_per_second": [(0, 1024.0), (1, 4096.0), (2, 4096.0)],
+        "speed/tokens_per_second": [(0, 1024.0), (1, 4096.0), (2, 4096.0)],
         "step/memory_bytes": [(0, 100.0), (1, 300.0), (2, 200.0)],
         "step/learning_rate": [(0, 0.5), (1, 0.25), (2, 0.125)],
         "step/gradient_norm": [(0, 3.0), (1, 2.0), (2, 1.0)],
         "step/data_wait_share": [(0, 0.25), (1, 0.5), (2, 0.0)],
-        "eval/loss": [(1, 1.5), (3, 0.5)],
-        "eval/top1": [(1, 0.25), (3, 0.75)],
-        "eval/top5": [(1, 1.0), (3, 1.0)],
+        "validation/loss": [(1, 1.5), (3, 0.5)],
+        "validation/top1": [(1, 0.25), (3, 0.75)],
+        "validation/top5": [(1, 1.0), (3, 1.0)],
     }
     started = 1767323045  # date -u -d 2026-01-02T03:04:05 +%s
     assert [event.wall_time - started for event in events.Scalars("step/loss")] == [2.0, 2.5, 3.0]
-    assert [event.wall_time - started for event in events.Scalars("eval/top1")] == [2.0, 3.0]
+    assert [event.wall_time - started for event in events.Scalars("validation/top1")] == [2.0, 3.0]
+
+
+def test_the_phases_that_take_time_are_points_at_the_last_step(tmp_path):
+    """A mean step of 100 ms, whose ranks spend 40 and 60 ms forward and 10 and 20 ms in exposed communication."""
+    profiled = phased("pdp", 100, {"forward": [40, 60], "backward": [20, 20], "communication": [10, 20]})
+    record = RECORD | {"phases": profiled["phases"]}
+    events = written(tmp_path, record)
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("step_seconds/")]
+    assert {tag.partition("/")[2]: values(events, tag) for tag in tags} == {
+        "forward": [(2, pytest.approx(0.05))],
+        "backward": [(2, pytest.approx(0.02))],
+        "exposed_communication": [(2, pytest.approx(0.015))],
+        "other": [(2, pytest.approx(0.015))],
+    }
+    assert sorted(events.Tags()["scalars"])[0] == "speed/tokens_per_second"  # TensorBoard shows it first
 
 
 def test_images_are_counted_in_samples(tmp_path):
     metrics = {**RECORD["metrics"], "tokens_per_second": None, "samples_per_second": 5.0}
     events = written(tmp_path, RECORD | {"tokens_per_sample": None, "metrics": metrics})
-    assert values(events, "step/samples_per_second") == [(0, 8.0), (1, 32.0), (2, 32.0)]
+    assert values(events, "speed/samples_per_second") == [(0, 8.0), (1, 32.0), (2, 32.0)]
     assert values(events, "summary/throughput") == [(2, 5.0)]
-    assert "step/tokens_per_second" not in events.Tags()["scalars"]
+    assert "speed/tokens_per_second" not in events.Tags()["scalars"]
 
 
 def test_a_loss_that_is_not_finite_does_not_end_the_curve(tmp_path):
@@ -198,7 +213,7 @@ def test_what_was_written_before_the_disk_was_full_is_there_once(tmp_path, monke
     live.finish(RECORD.written)
     events = shown(tmp_path)
     assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
-    assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
+    assert values(events, "validation/top1") == [(1, 0.25), (3, 0.75)]
     assert capsys.readouterr().err == ""
 
 
@@ -211,7 +226,7 @@ def test_what_a_killed_start_had_shown_beyond_its_checkpoint_is_replaced(tmp_pat
     going_on.abort()
     events = shown(tmp_path)
     assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
-    assert values(events, "eval/top1") == [(1, 0.25)]  # of the checkpoint, at the step that is replaced
+    assert values(events, "validation/top1") == [(1, 0.25)]  # of the checkpoint, at the step that is replaced
 
 
 def test_a_run_that_was_resumed_shows_the_steps_of_its_last_start(tmp_path):
@@ -225,4 +240,4 @@ def test_a_run_that_was_resumed_shows_the_steps_of_its_last_start(tmp_path):
     events = shown(tmp_path)
     assert values(events, "step/loss") == [(1, 4.0), (2, 3.5)]
     assert np.diff([event.wall_time for event in events.Scalars("step/loss")]) == [0.5]
-    assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
+    assert values(events, "validation/top1") == [(1, 0.25), (3, 0.75)]

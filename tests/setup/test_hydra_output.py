@@ -75,7 +75,8 @@ def test_a_variable_may_refer_to_an_option(tmp_path):
 def test_those_of_a_sweep(by_hydra, tmp_path):
     (tmp_path / "own" / "model").mkdir(parents=True)
     (tmp_path / "own" / "model" / "mine.yaml").write_text("defaults:\n  - toy\n  - _self_\nwidth: 128\n")
-    words, folder = ["model=toy,mine", "seed=3", "hydra.sweep.dir=here"], str(tmp_path / "own")
+    places = ["hydra.sweep.dir=here", "hydra.sweep.subdir='${hydra.job.num}'"]  # which ours would name by more
+    words, folder = ["model=toy,mine", "seed=3", *places], str(tmp_path / "own")
     theirs = by_hydra("-m", *words, "--config-dir", folder)
     source = Source(ROOT / "conf", extra=folder)
     composed, ours = compose_all(words, True, source), tmp_path / "ours" / "here"

@@ -199,9 +199,14 @@ class TestLine:
         typed = [*environment, *places, *parallel, *own]
         (run / ".hydra").mkdir()
         for path in (run / ".hydra" / "hydra.yaml", tmp_path / "sweep" / "multirun.yaml"):
-            OmegaConf.save({"hydra": {"job": {"num": MISSING}, "overrides": {"hydra": typed}}}, path)
+            written = {"job": {"num": MISSING}, "overrides": {"hydra": typed}, "sweep": {"subdir": "${hydra.job.num}"}}
+            OmegaConf.save({"hydra": written}, path)
         line = self.line([f"sweep.resume={tmp_path / 'sweep'}", *more])
         assert line.overrides[3:-2] == [*environment, *places, *(more or parallel)]
+        typed.remove(*places)  # then runs keep the directories that the default gave them
+        OmegaConf.save({"hydra": written}, tmp_path / "sweep" / "multirun.yaml")
+        names = self.line([f"sweep.resume={tmp_path / 'sweep'}", *more]).overrides[-3 - bool(more)]
+        assert names == "hydra.sweep.subdir='${hydra.job.num}'"
         (tmp_path / "sweep" / "sweep.json").unlink()  # the run alone
         assert self.line([f"resume={run}"], World(0, 2, 0, 2, "srun", 1)).overrides[1:-1] == environment
         assert self.line([f"resume={run}", "seed=1"]).overrides[1:-2] == environment

@@ -1,7 +1,9 @@
-"""The order of a command line's runs, in blocks of repeats."""
+"""The runs of a command line: their order, in blocks of repeats, and their directories."""
 
 import pytest
 
+from ptdbench.setup import runs
+from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Repeat
 from ptdbench.setup.runs import order
 
@@ -51,3 +53,17 @@ class TestOrder:
     def test_without_repeats_runs_keep_their_order_and_get_no_block(self):
         assert order(3, repeat(1, seed=7)) == [(0, None), (1, None), (2, None)]
         assert order(2, repeat(1, block=4)) == [(0, None), (1, None)]  # each has the one that was typed
+
+
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [
+        (["parallel=ddp,fsdp", "seed=3"], ["0_toy_ddp", "1_toy_fsdp"]),
+        (["optimizer.lr=0.1,1e30", "repeat.seed=4"], ["0_toy_ddp_lr-0.1", "1_toy_ddp_lr-1e+30"]),
+        (["seed=1,2", "data.seed=3,4", "precision=fp32,bf16"], ["0_toy_ddp_seed-1_data.seed-3_precision-fp32"]),
+        (["+model.a='x/y','z'", "hydra.sweep.subdir='${hydra.job.num}{swept}'"], ["0_a-x-y", "1_a-z"]),
+    ],
+)  # fmt: skip
+def test_a_directory_has_the_options_that_the_sweep_varies(typed, names):
+    found = runs.of(compose_all(["model=toy", *typed], multirun=True))
+    assert [run.subdirectory for run in found][: len(names)] == names

@@ -23,13 +23,14 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Directory:
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The runs of a command line, as a launcher gets them."""
+    """The runs of a command line, as a launcher gets them, with the same short names whatever is swept."""
     monkeypatch.setattr(slurm, "available", lambda: True)
     monkeypatch.setattr(slurm, "clusters", lambda: ["here"])
     monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (0,), 4)])
 
     def make(*overrides):
-        found = compose_all(["cluster=slurm", "model=toy", *overrides], multirun=True)
+        names = "hydra.sweep.subdir='${hydra.job.num}_${workload.label}'"
+        found = compose_all(["cluster=slurm", "model=toy", names, *overrides], multirun=True)
         return requests.of_cluster(found)
 
     return make

@@ -339,10 +339,11 @@ class TestFollowed:
         batches = [[[*words, "seed=1"], [*words, "seed=2"]], [[*words, "seed=3"]]]
         first, (second,) = search(Agenda(tmp_path, searches=True), batches)
         assert [done.return_value for done in first] == [8.0, 16.0]
-        with pytest.raises(NoObjective, match=r"^2_toy_ddp: failed, so that it has no throughput$"):
+        with pytest.raises(NoObjective, match=r"^2_toy_ddp_seed-3: failed, so that it has no throughput$"):
             _ = second.return_value
-        assert [one.directory for one in ledger.read(tmp_path).jobs] == ["0_toy_ddp", "1_toy_ddp", "2_toy_ddp"]
-        assert told == [[], ["0_toy_ddp", "1_toy_ddp"]]
+        names = ["0_toy_ddp_seed-1", "1_toy_ddp_seed-2", "2_toy_ddp_seed-3"]
+        assert [one.directory for one in ledger.read(tmp_path).jobs] == names
+        assert told == [[], names[:2]]
         assert "#SBATCH --array=0-1%1" in submitted[0]  # as the launcher that was typed has it
 
     def test_a_block_of_repeats_waits_for_the_one_before(self, asked, tmp_path, monkeypatch):
