@@ -16,7 +16,7 @@ from torch import nn
 from ptdbench.models.protocol import module_of
 from ptdbench.optim.groups import rules
 from ptdbench.parallel.footprint import modules_of_ranks
-from ptdbench.parallel.tensor import cut_dimensions
+from ptdbench.parallel.tensor import split_dimensions
 from ptdbench.parallel.zero import assign_owners
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records.schema import Memory, Record
@@ -88,7 +88,7 @@ def _stages(held: Sequence[Sequence[nn.Module]]) -> dict[int, int]:
 def _is_uneven(training: TrainingSpec) -> bool:
     """Return whether some weight cannot be cut into equal shards."""
     dims, weights = training.layout.dims, module_of(training.model).parameters()
-    dimensions = cut_dimensions(training.model) if dims.tensor > 1 else {}
+    dimensions = split_dimensions(training.model) if dims.tensor > 1 else {}
     firsts = ((weight.shape[0] if weight.dim() else 1, dimensions.get(weight) == 0) for weight in weights)
     return any((first // dims.tensor if is_cut else first) % dims.shards for first, is_cut in firsts)
 
