@@ -27,14 +27,14 @@ from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import clock, timing
 from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, Place
-from ptdbench.measure.products import Shape, cache_bytes, product_seconds
+from ptdbench.measure.products import ProductShape, cache_bytes, product_seconds
 from ptdbench.measure.timing import Effort
 
 #: Bytes of the message, and how often it is sent in a block.
 SIZES = {2**10: 300, 2**20: 50, 2**26: 10}
 
 #: Repetitions before a block of messages, seconds of a block of products, and their shape.
-WARMUP, SECONDS, SHAPE = 2, 0.05, Shape(512, 512, 512)
+WARMUP, SECONDS, SHAPE = 2, 0.05, ProductShape(512, 512, 512)
 
 
 def main() -> int:

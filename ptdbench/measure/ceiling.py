@@ -24,7 +24,7 @@ from ptdbench.launch.peers import node
 from ptdbench.launch.world import World
 from ptdbench.measure import contention, products, timing
 from ptdbench.measure.hardware import environment
-from ptdbench.measure.products import Shape
+from ptdbench.measure.products import ProductShape
 from ptdbench.measure.results import Ceiling, Copy, Key, Matmul, OtherLoad, Product, RankProducts
 from ptdbench.peaks import dense_peak
 from ptdbench.terminal import command
@@ -82,7 +82,7 @@ class _OfRank(NamedTuple):
 def measure(
     world: World,
     device: torch.device,
-    shapes: Sequence[Shape],
+    shapes: Sequence[ProductShape],
     dtypes: Sequence[str],
     seconds: float,
     *,
@@ -119,7 +119,7 @@ def measure_again(world: World, device: torch.device, dtype: str, alive: Callabl
     Raises:
         ConfigError: The matrices do not fit into the free memory.
     """
-    shapes = [Shape.of(shape) for shape in AUTO_SHAPES[device.type]]
+    shapes = [ProductShape.of(shape) for shape in AUTO_SHAPES[device.type]]
     ceilings = measure(world, device, shapes, [dtype], 0.5, copies=False, alive=alive).ceilings
     keep_ceilings(world, ceilings, only_higher=True)
     return convert(ceilings[0], Measured, from_attributes=True)
@@ -145,7 +145,9 @@ def known_ceiling(
     return None, f"no ceiling on record for {key}; try {' '.join(words)}"
 
 
-def _product(device: torch.device, shape: Shape, dtype: str, seconds: float, alive: Callable[[], object]) -> Product:
+def _product(
+    device: torch.device, shape: ProductShape, dtype: str, seconds: float, alive: Callable[[], object]
+) -> Product:
     alive()
     dist.barrier()  # so that all ranks work at the same time
     taken = products.product_seconds(shape, dtype, device, seconds)
@@ -208,6 +210,6 @@ def keep_ceilings(world: World, ceilings: Sequence[Ceiling], only_higher: bool =
     return "; ".join(remarks) or None
 
 
-def product_bytes(shape: Shape, dtype: str) -> int:
+def product_bytes(shape: ProductShape, dtype: str) -> int:
     """Return the bytes of all three matrices, plus one factor in fp32, in which random values are drawn."""
     return shape.bytes(dtype) + 4 * shape.k * max(shape.m, shape.n)

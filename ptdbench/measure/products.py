@@ -29,7 +29,7 @@ _USUAL_CACHE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Shape:
+class ProductShape:
     """A product of an ``(m, k)`` and a ``(k, n)`` matrix."""
 
     m: int
@@ -37,7 +37,7 @@ class Shape:
     k: int
 
     @classmethod
-    def of(cls, text: object) -> Shape:
+    def of(cls, text: object) -> ProductShape:
         """Parse ``4096`` for a square product or ``MxNxK``, such as ``4096x1024x512``; raises ValueError."""
         if not re.fullmatch(r"\d+(x\d+x\d+)?", str(text)) or "0" in str(text).split("x"):
             raise ValueError(f"{text} is not a shape")
@@ -63,7 +63,7 @@ def cache_flusher(device: torch.device) -> Callable[[], Tensor]:
     return partial(buffer.add_, 1)  # reads too: pure writes may bypass the cache
 
 
-def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: float) -> list[float]:
+def product_seconds(shape: ProductShape, dtype: str, device: torch.device, seconds: float) -> list[float]:
     """Return the seconds of each timed product of one pair of random matrices; the cache is flushed before each.
 
     Matrices are random because with zeros a GPU draws less power and clocks higher than in real use. ``seconds`` is the
@@ -139,7 +139,7 @@ def cache_bytes(device: torch.device) -> int:
     return max(sizes, default=_USUAL_CACHE_BYTES)
 
 
-def _verify(a: Tensor, b: Tensor, out: Tensor, dtype: str, shape: Shape) -> None:
+def _verify(a: Tensor, b: Tensor, out: Tensor, dtype: str, shape: ProductShape) -> None:
     """Compare a corner of the product with double precision."""
     corner = a[:8].double() @ b[:, :8].double()
     error = ((out[:8, :8].double() - corner).abs().max() / corner.abs().max()).item()

@@ -29,7 +29,7 @@ from ptdbench.launch.collect import gather
 from ptdbench.measure import bandwidth
 from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import events, perfetto, trace
-from ptdbench.profiling.phases import PHASES, Partition, Traffic, partition
+from ptdbench.profiling.phases import PHASES, PhaseTimes, Traffic, partition
 from ptdbench.profiling.trace import WAITING
 from ptdbench.records.schema import Communication, Metrics, Phases
 from ptdbench.training import traces
@@ -81,7 +81,7 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected
                 return Phases(steps=0, reason=reason)
             assert isinstance(read, trace.Trace)
             ready = traces.ready(read.calls, loop.mesh.groups(), ahead)
-            of_ranks: list[Partition] = gather(partition(read, ready))
+            of_ranks: list[PhaseTimes] = gather(partition(read, ready))
     if not job.world.is_first:
         return None
     breakdown = scaled(of_ranks, timed)
@@ -164,7 +164,7 @@ def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:
         (path.parent / OPERATIONS).write_text(str(table))
 
 
-def scaled(of_ranks: Sequence[Partition], timed: float | None) -> Phases:
+def scaled(of_ranks: Sequence[PhaseTimes], timed: float | None) -> Phases:
     """Return the times of all ranks' partitions, scaled to the timed step."""
     count = len(of_ranks)
     durations = [of_rank.duration / of_rank.steps for of_rank in of_ranks]
@@ -206,7 +206,7 @@ def _mean(traffic: Sequence[tuple[Traffic, float]], steps: int, ranks: int) -> C
     )
 
 
-def _without_profiler(of_rank: Partition, step_seconds: float) -> Partition:
+def _without_profiler(of_rank: PhaseTimes, step_seconds: float) -> PhaseTimes:
     """Remove the profiler's overhead from the host time of a partition: it slows down the host, but no kernels."""
     host = min(of_rank.seconds["host"], max(0.0, of_rank.duration - of_rank.steps * step_seconds))
     left = {**of_rank.seconds, "host": of_rank.seconds["host"] - host}

@@ -23,7 +23,7 @@ from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import machine
 from ptdbench.parallel.ring import RingAttention
 from ptdbench.profiling import perfetto
-from ptdbench.profiling.events import LABELED, POINT_TO_POINT, Call
+from ptdbench.profiling.events import LABELED, POINT_TO_POINT, CommCall
 from ptdbench.profiling.phases import Ready
 from ptdbench.profiling.trace import UPDATE
 from ptdbench.terminal import echo
@@ -141,7 +141,7 @@ _Key = tuple[str, int, int]
 _Times = tuple[float, float, float]
 
 
-def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
+def group_of(call: CommCall, groups: dict[str, dist.ProcessGroup]) -> str | None:
     """Return the group of a call; ``None`` if it is unknown.
 
     A gloo trace does not name the group, but the callers reveal it: FSDP, ring attention, other functional collectives
@@ -171,7 +171,7 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
     return name if name in groups else None
 
 
-def in_pipeline(call: Call, pipeline: dist.ProcessGroup) -> Call:
+def in_pipeline(call: CommCall, pipeline: dist.ProcessGroup) -> CommCall:
     """Convert a message's peer to its rank in the pipeline: torch 2.15 has a group per pair, and lists no ranks."""
     if call.peer is None or call.group is None or call.ranks is not None:
         return call
@@ -179,7 +179,7 @@ def in_pipeline(call: Call, pipeline: dist.ProcessGroup) -> Call:
     return replace(call, peer=dist.get_process_group_ranks(pipeline).index(pair[call.peer]))
 
 
-def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: float) -> list[Ready]:
+def ready(calls: Sequence[CommCall], groups: dict[str, dist.ProcessGroup], ahead: float) -> list[Ready]:
     """Return when each call of this rank could begin; called in all ranks, with calls ordered by their start.
 
     The groups are from :meth:`ptdbench.parallel.mesh.Mesh.groups`, ``ahead`` is from :func:`clock_ahead`.
@@ -204,7 +204,7 @@ def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: fl
     return together(calls, begins)
 
 
-def together(calls: Sequence[Call], begins: Sequence[Ready]) -> list[Ready]:
+def together(calls: Sequence[CommCall], begins: Sequence[Ready]) -> list[Ready]:
     """Let the messages of one NCCL kernel begin with the latest of them, as the kernel waits for all."""
     latest: dict[tuple[float, float], Ready] = {}
     for call, ready in zip(calls, begins, strict=True):
@@ -216,7 +216,7 @@ def together(calls: Sequence[Call], begins: Sequence[Ready]) -> list[Ready]:
     ]
 
 
-def _times(call: Call, ahead: float) -> _Times:
+def _times(call: CommCall, ahead: float) -> _Times:
     return call.start - ahead, call.awaited - ahead, call.end - ahead
 
 
@@ -228,7 +228,7 @@ def _ready(mine: _Times, others: Mapping[int, _Times], ranks: Sequence[int], ahe
     return Ready(since + ahead, ranks[last] if since > mine[0] else -1, done)
 
 
-def _keys(calls: Sequence[Call], rank: int) -> Iterator[_Key]:
+def _keys(calls: Sequence[CommCall], rank: int) -> Iterator[_Key]:
     """Yield a key for each call that matches its counterparts on other ranks: all run collectives in the same order.
 
     The key of a message has its sender, receiver and communicator, as the order is fixed within these.
@@ -244,7 +244,7 @@ def _keys(calls: Sequence[Call], rank: int) -> Iterator[_Key]:
         yield (*kind, counts[kind])
 
 
-def _others(key: _Key, call: Call, rank: int, times: Sequence[dict[_Key, _Times]]) -> dict[int, _Times]:
+def _others(key: _Key, call: CommCall, rank: int, times: Sequence[dict[_Key, _Times]]) -> dict[int, _Times]:
     """Return the times of this call on the other ranks; empty if not all of them made it."""
     if call.operation in POINT_TO_POINT:
         return {call.peer: times[call.peer][key]} if call.peer is not None and key in times[call.peer] else {}

@@ -19,7 +19,7 @@ from ptdbench.launch.collect import gather
 from ptdbench.measure import ceiling, contention, diagnosis, gpu_state, memory, results
 from ptdbench.measure.gpu_state import Gpu, Gpus
 from ptdbench.measure.hardware import environment
-from ptdbench.measure.products import Shape
+from ptdbench.measure.products import ProductShape
 from ptdbench.measure.results import P2P, Finding, Matmul, MessageSize, OtherLoad, Pair
 from ptdbench.measure.timing import median_of
 from ptdbench.problems import Problem, at_least, require
@@ -39,7 +39,7 @@ Rates = tuple[dict[T, float], dict[T, Hashable]]
 FILE = "check.json"
 
 #: The matrix product by device type: large enough to be compute-bound, and short.
-_SHAPES = {"cpu": Shape.of(1024), "cuda": Shape.of(8192)}
+_SHAPES = {"cpu": ProductShape.of(1024), "cuda": ProductShape.of(8192)}
 _DTYPES = ("fp32", "bf16")
 _SECONDS = 0.5
 _MESSAGE_BYTES = 2**24

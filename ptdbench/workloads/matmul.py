@@ -8,7 +8,7 @@ from typing import Any
 
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import ceiling
-from ptdbench.measure.products import DTYPES, Shape
+from ptdbench.measure.products import DTYPES, ProductShape
 from ptdbench.problems import Problem, require, try_these
 from ptdbench.report import workload_tables
 
@@ -31,7 +31,7 @@ class Matmul:
         wrong = []
         if self.shapes != "auto":
             try:
-                valid = bool([Shape.of(shape) for shape in _listed(self.shapes)])
+                valid = bool([ProductShape.of(shape) for shape in _listed(self.shapes)])
             except ValueError:
                 valid = False
             if not valid:
@@ -59,10 +59,10 @@ class Matmul:
         rates.kept = ceiling.keep_ceilings(job.world, rates.ceilings, only_higher=self.shapes != "auto")
         return Outcome(matmul=rates)
 
-    def _chosen(self, device_type: str) -> tuple[list[Shape], list[str]]:
+    def _chosen(self, device_type: str) -> tuple[list[ProductShape], list[str]]:
         shapes = ceiling.AUTO_SHAPES[device_type] if self.shapes == "auto" else _listed(self.shapes)
         dtypes = ceiling.AUTO_DTYPES[device_type] if self.dtypes == "auto" else _listed(self.dtypes)
-        return [Shape.of(shape) for shape in shapes], list(dtypes)
+        return [ProductShape.of(shape) for shape in shapes], list(dtypes)
 
 
 def _listed(option: Any) -> list[Any]:

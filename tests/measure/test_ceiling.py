@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ptdbench.launch.world import World
 from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Measured
-from ptdbench.measure.products import Shape
+from ptdbench.measure.products import ProductShape
 from ptdbench.measure.results import Key, OtherLoad, Product, RankProducts
 from ptdbench.problems import ConfigError
 
@@ -130,6 +130,6 @@ def test_products_beyond_memory_are_refused(monkeypatch):
     monkeypatch.setattr(ceiling.timing, "require_memory", refuse)
     here = World(0, 1, 0, 1, "torchrun"), torch.device("cpu")
     with pytest.raises(ConfigError):
-        ceiling.measure(*here, [Shape(2, 3, 5), Shape(4, 4, 4)], ["bf16"], 1.0)
+        ceiling.measure(*here, [ProductShape(2, 3, 5), ProductShape(4, 4, 4)], ["bf16"], 1.0)
     # 2 bytes for each of 3 * 16 numbers, and 4 for each of the 16 of a factor.
     assert asked == [(96 + 64, "workload.shapes", "4x4x4")]

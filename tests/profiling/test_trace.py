@@ -2,7 +2,7 @@ import pytest
 
 from ptdbench.profiling import events as of_traces
 from ptdbench.profiling import trace
-from ptdbench.profiling.events import Call
+from ptdbench.profiling.events import CommCall
 from tests.profiling.made_trace import called, event, kernel, label, launched, milliseconds, sent, step, write
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
@@ -23,7 +23,7 @@ def reduced(end, begin=3.0, elements=1000):
     ]  # fmt: skip
 
 
-def times(call: Call) -> tuple[float, float]:
+def times(call: CommCall) -> tuple[float, float]:
     return milliseconds([(call.start, call.end)])[0]
 
 

@@ -21,8 +21,8 @@ from ptdbench.parallel import apply, ring
 from ptdbench.parallel.pipeline_schedules import SCHEDULES
 from ptdbench.parallel.pipeline_stages import Stage
 from ptdbench.profiling import trace
-from ptdbench.profiling.events import Call, Interval, intersect, length, union
-from ptdbench.profiling.phases import PHASES, Partition, Ready, divided, partition
+from ptdbench.profiling.events import CommCall, Interval, intersect, length, union
+from ptdbench.profiling.phases import PHASES, PhaseTimes, Ready, divided, partition
 from ptdbench.training import profile, traces
 from ptdbench.training.loop import Update
 from tests.conftest import composed, record_of
@@ -99,7 +99,7 @@ def run_slowed(configuration: Any, directory: Path, place: str, ranks: list[int]
     owner, name, change = PLACES[place]
     seen: list[tuple[trace.Trace, Sequence[Ready]]] = []
 
-    def watched(of_rank: trace.Trace, ready: Sequence[Ready]) -> Partition:
+    def watched(of_rank: trace.Trace, ready: Sequence[Ready]) -> PhaseTimes:
         seen.append((of_rank, ready))
         return partition(of_rank, ready)
 
@@ -283,13 +283,17 @@ def test_as_many_steps_are_profiled_as_fit_into_a_minute(timed, count):
 @pytest.mark.parametrize(("timed", "host", "duration"), [(9.0, 4, 18), (5.0, 0, 14), (11.0, 6, 20)])
 def test_what_the_profiler_takes_is_the_hosts_that_a_gpu_waits_for(timed, host, duration):
     """Two steps of 10 s, of which the GPU waited 6 s: no kernel was slower than in a timed step."""
-    of_rank = Partition(2, 20.0, {"forward": 14.0, "host": 6.0}, {}, [])
+    of_rank = PhaseTimes(2, 20.0, {"forward": 14.0, "host": 6.0}, {}, [])
     left = profile._without_profiler(of_rank, timed)
     assert (left.duration, left.seconds) == (duration, {"forward": 14.0, "host": host})
 
 
 def test_messages_of_one_kernel_of_nccl_begin_with_the_last_of_them():
-    calls = [Call("send", 8, 1.0, 6.0, peer=0), Call("recv", 8, 1.0, 6.0, peer=2), Call("send", 8, 7.0, 8.0, peer=0)]
+    calls = [
+        CommCall("send", 8, 1.0, 6.0, peer=0),
+        CommCall("recv", 8, 1.0, 6.0, peer=2),
+        CommCall("send", 8, 7.0, 8.0, peer=0),
+    ]
     of_each = [Ready(1.0), Ready(5.0, last=2), Ready(7.0)]
     assert traces.together(calls, of_each) == [Ready(5.0, last=2), Ready(5.0, last=2), Ready(7.0)]
 
