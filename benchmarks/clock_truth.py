@@ -26,7 +26,7 @@ from benchmarks.script import options, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import clock, timing
-from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, Place
+from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, GroupRank
 from ptdbench.measure.products import ProductShape, cache_bytes, product_seconds
 from ptdbench.measure.timing import Effort
 
@@ -90,7 +90,7 @@ def _messages_in_turns(job: Job, turns: int) -> tuple[int, dict[int, dict[str, l
 
 def _messages(size: int, count: int, device: torch.device) -> Callable[[], float]:
     """As ``workload=collectives`` times one size."""
-    place = Place(None, range(dist.get_world_size()), dist.get_rank(), device, DTYPES["fp32"], REDUCTIONS["sum"])
+    place = GroupRank(None, range(dist.get_world_size()), dist.get_rank(), device, DTYPES["fp32"], REDUCTIONS["sum"])
     message = OPERATIONS["all_reduce"].prepare(place, size // 4)
     effort = Effort(min_repetitions=count, max_repetitions=count, warmup=WARMUP, max_seconds=float("inf"))
     return lambda: statistics.median(timing.repeat(message.call, device, effort))
