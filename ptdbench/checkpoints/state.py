@@ -60,14 +60,14 @@ class TrainingState:
         named = ((name, local_part(buffer)) for name, buffer in self._module.named_buffers() if name in kept)
         return {f"buffer.{name}": without_repeats(buffer) for name, buffer in named}
 
-    def collect(self, *, with_buffers: bool, own: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def collect(self, *, with_buffers: bool, local: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return this rank's tensors by their names in a checkpoint, without copying them.
 
         Only between two steps: within a step, FSDP holds all-gathered weights instead of shards.
 
         Args:
             with_buffers: Whether to include this rank's buffers; on one replica only, as batch norm statistics differ.
-            own: Additional state that only this rank has.
+            local: Additional state that only this rank has.
 
         Returns:
             ``model.<name>``, ``optimizer.<name>.<key>``, ``rng.cpu.<rank>`` and, on a GPU, ``rng.cuda.<rank>``;
@@ -77,7 +77,7 @@ class TrainingState:
             ConfigError: The optimizer has state that is not a tensor.
         """
         tensors = self._trained(with_buffers) | {f"rng.cpu.{self._rank}": torch.get_rng_state()}
-        tensors |= {f"own.{self._rank}.{name}": tensor for name, tensor in (own or {}).items()}
+        tensors |= {f"own.{self._rank}.{name}": tensor for name, tensor in (local or {}).items()}
         if (device := device_of(self._module)).type == "cuda":
             tensors[f"rng.cuda.{self._rank}"] = torch.cuda.get_rng_state(device)
         return tensors
@@ -183,7 +183,7 @@ class TrainingState:
             weight.grad = None
 
     def _make_later_state(self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Create the state that a user's optimizer makes in later steps, if all that it makes in its first is stored."""
+        """Create the state of later steps of a user's optimizer, if all the state of its first step is stored."""
         kept = grouped((prefix, key) for prefix, _, key in (full.rpartition(".") for full in stored))
         for name, weight in self._weights():
             state, keys = self._optimizer.state.get(weight), {*kept.get(f"optimizer.{name}", ())}

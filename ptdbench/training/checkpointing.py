@@ -138,7 +138,7 @@ class Checkpointing:
         }
         is_first = self._loop.replica == 0
         local = self._loop.engine.own_state() | self._state.own_buffers(first_replica=is_first)
-        tensors = self._state.collect(with_buffers=is_first, own=local)
+        tensors = self._state.collect(with_buffers=is_first, local=local)
         model = self._job.spec.config.resolved["model"]
         saver.save(self._loop.done, tensors, model, facts, self._state.steady(tensors))
         self._saved = self._loop.done

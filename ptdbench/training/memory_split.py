@@ -33,7 +33,7 @@ _ENTRIES = 200_000
 
 
 def split(job: Job, loop: StepLoop) -> Memory | None:
-    """Split the memory of a step by purpose, as the last part of a run; called in all ranks. ``None`` except on rank 0."""
+    """Split the memory of a step by purpose, at the end of a run; called in all ranks. ``None`` except on rank 0."""
     started = time.perf_counter()
     state: dict[int, tuple[str, int]] = {}
     keep = job.spec.config.profile.trace
