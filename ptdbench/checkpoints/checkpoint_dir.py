@@ -241,7 +241,7 @@ def prune(run_directory: Path, keep: int, best: int | None = None, broken: Conta
 
 
 def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
-    """Replace facts of the checkpoint after ``step`` steps; return if it exists. May raise BrokenCheckpoint, OSError."""
+    """Replace facts of the checkpoint after ``step`` steps; return if it exists. Raises BrokenCheckpoint, OSError."""
     path = run_directory / FOLDER / _name(step)
     if not path.exists():
         return False

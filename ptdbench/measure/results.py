@@ -52,7 +52,7 @@ class OtherLoad(Struct, frozen=True):
     def __str__(self) -> str:
         if self.on_gpu:
             return f"other processes use the GPU{'s' * (len(self.gpu_ranks) > 1)} of {rank_names(self.gpu_ranks)}"
-        return f"other processes used {self.taken or 0:.1f} of {self.cores} cores"
+        return f"other processes took {self.taken or 0:.1f} of {self.cores} cores"
 
 
 class StepSeconds(Struct):

@@ -153,11 +153,11 @@ class TestNewest:
         search = checkpoint_dir.newest(tmp_path)
         assert search.checkpoint.path == whole
         (warning,) = search.warnings
-        assert warning.startswith(f"{wrong} is skipped: {told}")
+        assert warning.startswith(f"skipping {wrong}: {told}")
         break_it(whole)
         search = checkpoint_dir.newest(tmp_path)
         assert search.checkpoint is None
-        assert [told.split(" is skipped: ")[0] for told in search.warnings] == [str(wrong), str(whole)]
+        assert [warning.split(": ")[0] for warning in search.warnings] == [f"skipping {wrong}", f"skipping {whole}"]
 
     def test_partial_and_foreign_folders_are_ignored(self, tmp_path):
         whole = make(tmp_path, 1)

@@ -211,7 +211,7 @@ def test_failed_deletion_is_noted(keeper, weight, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_dir, "_set_aside", mock.Mock(side_effect=PermissionError("on purpose")))
     save(keeper, weight, 1, 2, 3)
     assert keeper.saved == [1, 2, 3]
-    note = "step 3: saved, but older checkpoints could not be deleted: rank 0: PermissionError: on purpose"
+    note = "step 3: saved, but cannot delete older checkpoints: rank 0: PermissionError: on purpose"
     assert keeper.problems == [note]
 
 
@@ -229,8 +229,8 @@ def test_foreign_files_only_block_what_they_are_in_the_way_of(keeper, weight, tm
     rule = "was not created by ptdbench: move it elsewhere"
     assert keeper.problems == [
         f"step 2: not saved: rank 0: FileExistsError: {folder}/step-00000002.partial/notes.txt {rule}",
-        f"step 4: saved, but the best checkpoint could not be marked: rank 0: FileExistsError: {folder}/best {rule}",
-        f"step 5: saved, but the best checkpoint could not be marked: rank 0: FileExistsError: {folder}/best {rule}",
+        f"step 4: saved, but cannot mark the best checkpoint: rank 0: FileExistsError: {folder}/best {rule}",
+        f"step 5: saved, but cannot mark the best checkpoint: rank 0: FileExistsError: {folder}/best {rule}",
     ]
     kept = ["best", "step-00000001", "step-00000002.partial", "step-00000004", "step-00000005"]
     assert names(tmp_path) == kept

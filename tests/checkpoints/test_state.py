@@ -254,17 +254,19 @@ def test_other_model_is_refused_with_the_difference(tmp_path):
     first, second = on_ranks(2, refusals, tmp_path)
     assert first == second
     wider, deeper, shallower, untied, other_optimizer, without_averages, with_averages = first
-    assert wider.startswith(f"resume={tmp_path}/checkpoints/step-00000003: holds another model or optimizer: ")
+    assert wider.startswith(f"resume={tmp_path}/checkpoints/step-00000003: is of another model or optimizer: ")
     assert "is [18] float32 there and [20] float32 here; " in wider
     assert wider.count(" there and ") == 3
-    assert " more; resume with the model and optimizer it was made with" in wider
+    assert " more; resume with its model and optimizer" in wider
     assert "is missing there and [18] float32 here" in deeper
     assert "is [18] float32 there and missing here" in shallower
     assert "model.head.projection.weight is missing there and [44, 18] float32 here" in untied
     assert "exp_avg is [18] float32 there and missing here" in other_optimizer
     path = f"resume={tmp_path}/checkpoints/step-00000003"
-    assert without_averages == f"{path}: holds no averages of the weights, which this run keeps; try train.ema=null"
-    assert with_averages == f"{path}: holds averages of the weights; resume with the train.ema it was made with"
+    assert without_averages == f"{path}: has no averages of the weights, which this run needs; try train.ema=null"
+    assert (
+        with_averages == f"{path}: has averages of the weights, which this run does not keep; resume with its train.ema"
+    )
 
 
 @pytest.mark.parametrize("owned", [{"first", "second"}, {"first"}, {"second"}])

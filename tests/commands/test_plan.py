@@ -192,7 +192,7 @@ def test_without_virtual_gpus_the_training_state_is_known(environ, tmp_path, mac
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("cluster=slurm", "cluster=slurm: a plan is made on this machine; omit it, and give cluster.nodes"),
+        ("cluster=slurm", "cluster=slurm: plans are made on this machine; omit it, and set cluster.nodes"),
         ("model.heads=interval(1,2)", "model.heads=interval(1,2): is a range"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_command_line_that_is_no_plan_is_one_line(word, said):
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("workload=hello", "workload=hello: only training is planned; omit it"),
+        ("workload=hello", "workload=hello: only training can be planned; omit it"),
         ("parallel.tensor=3", "parallel.tensor=3: "),
         ("train.micro_batch=3", "train.micro_batch=3: must divide a replica's share of the batch, 8; try 1, 2, 4"),
     ],
@@ -260,7 +260,7 @@ def test_training_state_in_the_memory_of_hosts_is_carried_out_only_where_this_on
     asked = small("parallel=fsdp", "offload=optimizer_and_weights")
     made = planned(asked)
     assert (made["status"], made["plan"]["fits"], made["plan"].get("capacity_bytes")) == ("ok", None, None)
-    assert "and this machine has 0.0 GiB to carry one out" in made["plan"]["reason"]
+    assert "but this machine has 0.0 GiB to run one" in made["plan"]["reason"]
     shown = table.of_plans([typed(record.begin(asked.resolved, Path(), {}) | made)], 200)
     assert "of a rank are in host memory, which is compared with nothing" in shown
 

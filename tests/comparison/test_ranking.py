@@ -111,7 +111,7 @@ def test_few_runs_are_ranked_by_what_is_known_of_the_machine():
     found = ranked(*([run(name, rate)] for name, rate in rates.items()), earlier=past(0.01))
     assert [place.rank for place in found.places] == [(1, 2), (1, 2), (3, 3)]
     assert found.is_known
-    judged = r"one run each resolves 1\.\d+x; judged by earlier runs, which differ by 1\.0%"
+    judged = r"one run each resolves 1\.\d+x; ranked by the run-to-run variation of earlier sweeps, 1\.0%"
     assert re.fullmatch(f"ranks: simultaneous 95% confidence; {judged}", ranking.remark(found))
 
 
@@ -122,7 +122,7 @@ def test_where_some_have_too_few_runs_the_others_keep_their_order():
     assert re.search("; 1 to 3 runs each resolve .*x; single runs: no rank$", ranking.remark(found))
     known = ranked(*runs, earlier=past(0.01))
     assert [place.rank for place in known.places] == [(1, 1), (2, 2), (3, 3)]
-    assert ranking.remark(known).endswith("; single runs: judged by how much the others vary")
+    assert ranking.remark(known).endswith("; single runs: ranked by the variation of the others")
 
 
 def test_looking_several_times_makes_the_level_smaller_and_intervals_wider():
@@ -168,7 +168,9 @@ def test_what_is_hardly_known_at_all_is_said_without_figures():
     found = ranked(repeated("ddp", wild), repeated("fsdp", wild[::-1]))
     assert ranking.remark(found).endswith("; 3 runs each resolve no 2x")
     single = ranked(*([one] for one in single_runs(2)), earlier=past(3.0))
-    assert ranking.remark(single).endswith(" resolves no 2x; judged by earlier runs, which differ by 2x and more")
+    assert ranking.remark(single).endswith(
+        " resolves no 2x; ranked by the run-to-run variation of earlier sweeps, 2x and more"
+    )
     assert ranking.remark(ranked(*([one] for one in single_runs(2)), earlier=past(1e150)))
 
 

@@ -102,20 +102,20 @@ class TestKept:
 
     def test_lower_one_under_load_is_not_kept(self):
         self.keep(7e14, beside_load=False)
-        rule = "taken beside other load, and 700 TFLOP/s measured earlier is higher"
-        assert self.keep(6e14, beside_load=True) == f"bf16 not kept for later runs: {rule}"
+        rule = "measured under load, and the earlier 700 TFLOP/s is higher"
+        assert self.keep(6e14, beside_load=True) == f"bf16 not cached: {rule}"
         assert self.kept() == (7e14, False)
         assert self.keep(8e14, beside_load=True) is None
         assert self.kept() == (8e14, True)
 
     def test_virtual_gpu_is_not_kept(self, cache):
         said = self.keep(7e14, beside_load=False, device="virtual NVIDIA H200")
-        assert (said, cache.exists()) == ("not kept for later runs: virtual GPUs compute nothing", False)
+        assert (said, cache.exists()) == ("not cached: virtual GPUs compute nothing", False)
 
     def test_higher_of_two_measurements_is_kept(self):
         self.keep(7e14, beside_load=True)
         said = self.keep(6e14, beside_load=False, only_higher=True)
-        assert said == "bf16 not kept for later runs: 700 TFLOP/s measured earlier is higher"
+        assert said == "bf16 not cached: the earlier 700 TFLOP/s is higher"
         assert self.kept() == (7e14, True)
 
 

@@ -49,7 +49,7 @@ def test_wrong_product_is_an_error(monkeypatch):
         out[3, 4] += 1
 
     monkeypatch.setattr(torch, "mm", one_entry_off)
-    with pytest.raises(ArithmeticError, match=r"^the fp32 product 64x64x64 on cpu is wrong by "):
+    with pytest.raises(ArithmeticError, match=r"^the fp32 product 64x64x64 on cpu has a relative error of "):
         products.product_seconds(ProductShape(64, 64, 64), "fp32", CPU, seconds=0.0001)
     monkeypatch.setattr(torch, "mm", lambda a, b, out: out.fill_(float("nan")))
     with pytest.raises(ArithmeticError, match="wrong by nan"):

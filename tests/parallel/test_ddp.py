@@ -36,9 +36,7 @@ def test_weight_without_gradient_is_named():
 
     with pretended(1):
         trained(4)  # by a static graph
-        refusal = (
-            "parallel.static_graph=auto: …, and none came for unused.weight; freeze …, or try find_unused, which …"
-        )
+        refusal = "parallel.static_graph=auto: … unused.weight; freeze …, or try find_unused, …"
         assert refused(trained, 2) == Abridged(refusal)
 
 

@@ -56,7 +56,7 @@ def test_optimizer_that_reads_values_is_refused():
         def step(self, closure: Any = None) -> Any:
             return self.param_groups[0]["params"][0].sum().item()
 
-    with pytest.raises(ConfigError, match="optimizer=Reader: the memory of its state is unknown, as it takes no step"):
+    with pytest.raises(ConfigError, match="optimizer=Reader: its memory cannot be predicted, as its step fails"):
         footprints(uneven(), Reader, average=False)
 
 

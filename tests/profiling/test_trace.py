@@ -245,9 +245,9 @@ def test_all_gathers_by_kernels_are_not_by_copy_engines(read):
     [
         ([*step(0, 1, 3, 10), *ON_GPU], "cuda", "does not show when a GPU waits for gloo; try backend=nccl"),
         ([*step(0, 1, 3, 10), *COPIED], "cuda", "all-gathers by copy engines look like other copies"),
-        ([*step(0, 1, 3, 10), WRONG], "cuda", "is no trace of torch's profiler"),  # a field of another form
-        ([event("aten::mm", 0, 1)], "cpu", "holds no profiled step"),
-        (step(0, 1, 3, 10), "cuda", "the profiler could not watch the GPU"),
+        ([*step(0, 1, 3, 10), WRONG], "cuda", "is not a trace of torch's profiler"),  # a field of another form
+        ([event("aten::mm", 0, 1)], "cpu", "has no profiled step"),
+        (step(0, 1, 3, 10), "cuda", "the profiler could not trace the GPU"),
     ],
 )
 def test_trace_without_phases_is_refused(read, events, device, message):
@@ -265,7 +265,7 @@ def test_large_trace_is_refused(read, monkeypatch):
 def test_damaged_trace_is_refused(tmp_path, text):
     path = tmp_path / "t.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"t\.json is no trace of torch's profiler"):
+    with pytest.raises(ValueError, match=r"t\.json is not a trace of torch's profiler"):
         trace.read(path)
 
 
@@ -279,5 +279,5 @@ def test_kernels_count_in_the_step_of_their_launch(tmp_path):
 
 def test_trace_without_kernels_is_refused(tmp_path):
     path = write(tmp_path / "trace.json", label("ProfilerStep#5", 1, 2))
-    with pytest.raises(ValueError, match="holds no kernels"):
+    with pytest.raises(ValueError, match="has no kernels"):
         trace.launched_in_steps(path)

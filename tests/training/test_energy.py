@@ -70,7 +70,7 @@ class TestPackages:
         found = metered(Packages("n1", tmp_path), lambda: file.write_text("389013\n"))
         assert (found.joules, found.reason) == (pytest.approx(1.0), None)
         reason = metered(Packages("n1", tmp_path), seconds=40.0).reason
-        assert reason == "a stretch of 40 s is too long for RAPL's counters, which wrap after 65533 J"
+        assert reason == "40 s without a reading are too long for RAPL's counters, which wrap after 65533 J"
 
     def test_a_machine_without_counters(self, tmp_path):
         root = tmp_path / "powercap"
@@ -86,7 +86,7 @@ class TestPackages:
             Path, "open", lambda self, *how, **s: (refused if self == file else opened)(self, *how, **s)
         )
         reason = metered(Packages("n1", tmp_path)).reason
-        assert reason == f"permission denied: this user may not read {file}"
+        assert reason == f"permission denied: cannot read {file}"
 
     def test_a_counter_that_breaks_stays_broken(self, tmp_path):
         file = zone(tmp_path, "intel-rapl:0", "package-0")
@@ -94,14 +94,16 @@ class TestPackages:
         metered(counter, lambda: file.write_text("1000000\n"))
         with mock.patch.object(os, "pread", side_effect=OSError(61, "No data available")):
             reason = metered(counter).reason
-        assert reason == "RAPL cannot be read: [Errno 61] No data available"
+        assert reason == "cannot read RAPL: [Errno 61] No data available"
         assert metered(counter).reason == reason
 
     def test_a_stretch_shorter_than_counters_resolve_is_left_out(self, tmp_path):
         file = zone(tmp_path, "intel-rapl:0", "package-0")
         counter = Packages("n1", tmp_path)
         found = metered(counter, lambda: file.write_text("1000000\n"), seconds=0.09)
-        assert found == Counted("n1", reason="no stretch of steps after the warm-up lasted 0.1 s, the minimum for RAPL")
+        assert found == Counted(
+            "n1", reason="no uninterrupted steps after the warm-up lasted 0.1 s, the minimum for RAPL"
+        )
         assert metered(counter, lambda: file.write_text("3000000\n"), seconds=0.1).joules == 2.0
 
 
@@ -159,7 +161,7 @@ class TestGpu:
         nvml = made_nvml("nvmlDeviceGetTotalEnergyConsumption")
         gpu = Gpu("n1", "GPU-a", nvml)
         found = metered(gpu, gpu.look, lambda: self.work(nvml))
-        assert found == Counted("GPU-a of n1", reason="NVML has no energy of this GPU: Not Supported")
+        assert found == Counted("GPU-a of n1", reason="NVML reports no energy for this GPU: Not Supported")
         assert gpu.clocks(0).sm_clock_mhz == 1980
         assert gpu.clocks(0).held_back["power limit"] == pytest.approx(0.12)
 
@@ -169,7 +171,7 @@ class TestGpu:
         assert found.reason == "NVML's energy counter went backwards: the driver was reloaded"
         gpu = Gpu("n1", "GPU-a", nvml)
         found = metered(gpu, lambda: self.work(nvml), seconds=0.9)
-        assert found.reason == "no stretch of steps after the warm-up lasted 1 s, the minimum for NVML"
+        assert found.reason == "no uninterrupted steps after the warm-up lasted 1 s, the minimum for NVML"
         assert gpu.clocks(0).held_back is None
 
     def test_a_gpu_that_nvml_does_not_know(self):

@@ -132,7 +132,7 @@ def test_a_pass_that_cannot_be_read_costs_nothing_else(tmp_path):
     RANKS.call(2, run_unreadable, composed(*TINY, "parallel=ddp", "profile.trace=true"), tmp_path)
     record = record_of(tmp_path)
     assert (record["status"], record["phases"]["reason"]) == ("ok", None)
-    reason = "what the profiler saw cannot be read: AttributeError: no such field"
+    reason = "cannot read the profiler's allocations: AttributeError: no such field"
     assert (record["memory"]["reason"], record["memory"]["ranks"]) == (reason, None)
     assert (tmp_path / "trace.json.gz").exists()
 

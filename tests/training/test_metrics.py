@@ -77,7 +77,7 @@ def test_images_have_no_tokens():
         ({"device_name": "NVIDIA Unheard Of"}, "NVIDIA Unheard Of"),
         ({"dtype": "fp64"}, "fp64"),
         ({"flops_per_sample": None, "flops_reason": "a model of one's own"}, "a model of one's own"),
-        ({"flops_per_sample": None}, "states no FLOPs"),
+        ({"flops_per_sample": None}, "FLOPs are unknown"),
         ({"step_seconds": []}, "no step"),
     ],
 )
@@ -132,18 +132,18 @@ def test_a_share_that_stays_above_is_neither_cut_nor_left_without_a_reason():
     figures, remark = against_higher_ceiling(quiet, 2, Measured(32e9, "", beside_load=False))
     assert figures.share_of_ceiling == pytest.approx(36 / 32)
     assert remark.startswith("ceiling re-measured: was 30.1 GFLOP/s; now 32.0 GFLOP/s; the model reaches 112.5% of it")
-    assert "model FLOPs count attention in full" in remark
+    assert "model FLOPs include the half of attention" in remark
     _, remark = against_higher_ceiling(METRICS, 2, Measured(32e9, "", beside_load=True))
-    assert remark.endswith("the model reaches 112.5% of it: other load slowed the products down")
+    assert remark.endswith("the model reaches 112.5% of it: other load slowed down the products")
 
 
 def test_a_lower_one_does_not_count_and_one_may_be_impossible_to_measure():
     figures, remark = against_higher_ceiling(METRICS, 2, Measured(20e9, "", beside_load=False))
     assert (figures.ceiling_flops_per_second, figures.ceiling_beside_load) == (30.1e9, True)
-    assert "20.0 GFLOP/s is not above the earlier 30.1 GFLOP/s, taken beside other load; the model" in remark
+    assert "20.0 GFLOP/s, not above the earlier 30.1 GFLOP/s, measured under load; the model" in remark
     figures, remark = against_higher_ceiling(METRICS, 2, "workload.shapes=512x512x512: takes 9 GiB")
     assert figures == msgspec.structs.replace(METRICS, share_of_ceiling=pytest.approx(36 / 30.1))
-    assert remark.startswith("ceiling passed, and not re-measured: workload.shapes=512x512x512: takes 9 GiB; the ")
+    assert remark.startswith("ceiling exceeded, but not re-measured: workload.shapes=512x512x512: takes 9 GiB; the ")
 
 
 def trained(directory: Path, earlier: float) -> tuple[Any, int, float]:

@@ -115,7 +115,7 @@ def test_steps_whose_series_are_gone_have_no_numbers_and_a_remark(shared_run, le
     assert found["error"] is None  # which is no divergence
     assert [loss is None for loss in found["losses"]] == [step in range(left or 0, 4) for step in range(6)]
     (remark,) = found["remarks"]["checkpoints"]
-    assert remark == f"{begun}/series.npy holds {left or 0} of the 4 earlier steps: the figures of the others are lost"
+    assert remark == f"{begun}/series.npy has {left or 0} of the 4 earlier steps; the figures of the rest are lost"
     assert found["metrics"]["samples_per_second"] > 0
 
 
@@ -129,7 +129,7 @@ def test_a_run_that_goes_on_where_it_was_replaces_what_followed_its_checkpoint(t
     assert kept == ["4", "6", "7"]  # the broken one pushes none out
     assert found["error"] is None
     assert found["remarks"]["resumed"].startswith("after step 4, from ")
-    assert "step-00000006 is skipped: __0_0.distcp does not match" in found["remarks"]["checkpoints"][0]
+    assert "step-00000006: __0_0.distcp does not match" in found["remarks"]["checkpoints"][0]
     assert (found["losses"][:6], len(found["losses"])) == (whole, 7)
     assert [(one["first_step"], one["steps"]) for one in found["segments"]] == [(0, 4), (4, 3)]
     assert found["segments"][0]["layout"] == found["segments"][1]["layout"]

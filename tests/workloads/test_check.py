@@ -61,7 +61,7 @@ class TestRun:
         assert {(finding["kind"], *finding["ranks"]) for finding in found["findings"]} == {("slow rank", 2)}
         assert "rank 2 reaches less than 0.1% of its peers' median in fp32 products" in record["error"]["message"]
         assert "verdict       unsound, 2 findings" in done.stdout
-        assert "  - rank 2 reaches less than 0.1% of its peers' median in bf16 products, at best of 2" in done.stdout
+        assert "  - rank 2 reaches less than 0.1% of its peers' median in bf16 products, best of 2" in done.stdout
 
     @pytest.mark.thorough
     def test_beside_other_processes_it_is_busy_which_is_no_success_either(self, shared_run):
@@ -107,7 +107,7 @@ def test_a_training_run_goes_on_after_its_check(shared_run):
 @pytest.mark.parametrize(
     ("option", "values", "rule"),
     [
-        ("tolerance", ["0", "1", "-0.1", "5"], "must lie between 0 and 1: a share of the median; 0.05 is 5 %"),
+        ("tolerance", ["0", "1", "-0.1", "5"], "must be between 0 and 1, a fraction of the median; 0.05 is 5 %"),
         ("attempts", ["0"], "must be a whole number of at least 1"),
     ],
 )

@@ -109,9 +109,9 @@ def test_a_wrong_result_is_a_failed_run_that_names_it(run):
         ("modes=later", "modes=later: there is no later; try all, blocking, async"),
         ("group=tensor", "group=tensor: there is no such group; try all, data, pipeline, or ranks"),
         ("group=[0,2]", "group=[0,2]: there is no rank 2; the ranks are 0 to 1"),
-        ("group=[0,0]", "group=[0,0]: must name two ranks or more, each once"),
-        ("group=[1]", "group=[1]: must name two ranks or more, each once"),
-        ("group=data", "group=data: 2 ranks with 2 in a pipeline leave one rank in each of these groups;"),
+        ("group=[0,0]", "group=[0,0]: must name at least two ranks, each once"),
+        ("group=[1]", "group=[1]: must name at least two ranks, each once"),
+        ("group=data", "group=data: has one rank per group, with 2 ranks in pipelines of 2;"),
         (
             "group=pipeline workload.pipeline_size=3 cluster.ranks_per_node=4",
             "pipeline_size=3: must divide the number of ranks, 4; try 1, 2, 4",

@@ -61,7 +61,7 @@ class TestRun:
         (tmp_path / "cache").write_text("a file where a folder should be")
         record = shared_run(*SHORT)
         assert record["status"] == "ok"
-        assert record["matmul"]["kept"].startswith("not kept for later runs: ")
+        assert record["matmul"]["kept"].startswith("not cached: ")
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ class TestRun:
         (
             ["shapes=[64,2x3]", "dtypes=[fp32,fp8]", "seconds=0"],
             [
-                "shapes=[64,2x3]: must be numbers such as 4096, or MxNxK such as 4096x1024x512, and at least one",
-                "dtypes=[fp32,fp8]: must be dtypes of matrix products; try fp32, tf32, bf16, fp16",
+                "shapes=[64,2x3]: must be one or more of N, such as 4096, or MxNxK, such as 4096x1024x512",
+                "dtypes=[fp32,fp8]: must be dtypes for matrix products; try fp32, tf32, bf16, fp16",
                 "seconds=0: must be greater than 0",
             ],
         ),
         (["shapes=[]"], ["shapes=[]: must be "]),
         (["dtypes=[]"], ["dtypes=[]: must be "]),
-        (["shapes=2x3", "dtypes=fp8"], ["shapes=2x3: must be numbers", "dtypes=fp8: must be dtypes"]),
+        (["shapes=2x3", "dtypes=fp8"], ["shapes=2x3: must be one or more", "dtypes=fp8: must be dtypes"]),
         (["dtypes=tf32"], ["dtypes=tf32: TF32 is a format of GPUs; try fp32, bf16, fp16"]),
         (["dtypes=[tf32]"], ["dtypes=[tf32]: TF32 is a format of GPUs; try fp32, bf16, fp16"]),
     ],

@@ -97,7 +97,7 @@ def test_a_message_that_arrives_wrong_is_a_failed_run_that_names_it(run):
     ("overrides", "message"),
     [
         (["cluster.ranks_per_node=1"], "workload=p2p: needs at least two ranks; try cluster."),
-        (["workload.pairs=some"], "workload.pairs=some: there are no such pairs; try all, ring"),
+        (["workload.pairs=some"], "workload.pairs=some: must be all or ring; try all, ring"),
         (["workload.overlap_bytes=[0]"], "workload.overlap_bytes=0: must be a whole number of at least 1"),
         (["workload.max_bytes=0"], "workload.max_bytes=0: must be a whole number of at least 1"),
     ],
@@ -117,7 +117,7 @@ def test_bad_input_is_refused_before_any_rank_starts(overrides, message):
 def test_memory_is_refused_by_the_option_that_takes_most(monkeypatch, workload, options, option):
     monkeypatch.setattr(timing, "gather", lambda told: [told])
     job = SimpleNamespace(device=torch.device("cpu"), world=World(0, 2, 0, 2, "local"))
-    with pytest.raises(ConfigError, match=rf"^workload\.{option}={2**50}: needs 4.19e\+06 GiB of memory per rank"):
+    with pytest.raises(ConfigError, match=rf"^workload\.{option}={2**50}: needs 4.19e\+06 GiB per rank"):
         workload.measure(job, options)
 
 
