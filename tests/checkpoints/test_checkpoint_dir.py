@@ -139,8 +139,8 @@ class TestNewest:
         assert checkpoint_dir.newest(tmp_path) == checkpoint_dir.NewestCheckpoint(None, {})
         for step in (9, 2, 10, 3):
             make(tmp_path, step)
-        found = checkpoint_dir.newest(tmp_path).checkpoint
-        assert (found.path.name, found.manifest.facts) == ("step-00000010", {"of": 10})
+        newest = checkpoint_dir.newest(tmp_path).checkpoint
+        assert (newest.path.name, newest.manifest.facts) == ("step-00000010", {"of": 10})
         make(tmp_path, 99).rename(tmp_path / "checkpoints" / "step-99999999")
         make(tmp_path, 1).rename(tmp_path / "checkpoints" / "step-100000000")
         assert checkpoint_dir.newest(tmp_path).checkpoint.path.name == "step-100000000"

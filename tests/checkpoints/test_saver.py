@@ -56,10 +56,10 @@ def test_saved_checkpoint_is_complete(keeper, weight, tmp_path):
     keeper.wait()
     search = checkpoint_dir.newest(tmp_path)
     assert (keeper.saved, keeper.problems, search.warnings) == ([3], [], [])
-    found = search.checkpoint.manifest
-    assert (found.step, found.world_size, found.model) == (3, 1, {"width": 5})
-    assert (found.facts, found.torch) == ({"losses": [0.1, 0.2]}, torch.__version__)
-    assert set(found.files) == {path.name for path in search.checkpoint.path.iterdir()} - {"manifest.json"}
+    manifest = search.checkpoint.manifest
+    assert (manifest.step, manifest.world_size, manifest.model) == (3, 1, {"width": 5})
+    assert (manifest.facts, manifest.torch) == ({"losses": [0.1, 0.2]}, torch.__version__)
+    assert set(manifest.files) == {path.name for path in search.checkpoint.path.iterdir()} - {"manifest.json"}
     assert torch.equal(loaded(tmp_path), weight["model.weight"])
 
 
@@ -263,9 +263,9 @@ def test_failure_of_one_rank_is_noted_by_all(alone, tmp_path):
     problems = [f"step {step}: not saved: rank 1: OSError: on purpose" for step in FAILS_THERE]
     assert on_ranks(2, fail_on_rank_1, tmp_path) == [(problems, [1, 5])] * 2
     assert names(tmp_path) == ["step-00000001", "step-00000005"]
-    found = checkpoint_dir.newest(tmp_path).checkpoint
-    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} == set(found.manifest.files)
-    assert (found.manifest.world_size, found.manifest.facts) == (2, {"of": 0})
+    newest = checkpoint_dir.newest(tmp_path).checkpoint
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} == set(newest.manifest.files)
+    assert (newest.manifest.world_size, newest.manifest.facts) == (2, {"of": 0})
     assert torch.equal(loaded(tmp_path), torch.arange(20.0).reshape(4, 5))
 
 

@@ -153,8 +153,8 @@ def test_each_side_of_a_comparison_has_its_own_alternatives_with_all_its_blocks(
             repeated("ddp", [factor * rate for rate in (10.0, 20.0, 40.0, 41.0)], options={"series": "compare"})
         )
     ]
-    found = of_sweeps(runs)
-    assert [len(one.runs) for one in found] == [4, 4]
-    assert found[0].sample.keys() == found[1].sample.keys()
-    assert names([one.median_run for one in found]) == ["ddp [before]", "ddp [after]"]
-    assert [place.rank for place in rank(found).places] == [(1, 1), (2, 2)]
+    groups = of_sweeps(runs)
+    assert [len(one.runs) for one in groups] == [4, 4]
+    assert groups[0].sample.keys() == groups[1].sample.keys()
+    assert names([one.median_run for one in groups]) == ["ddp [before]", "ddp [after]"]
+    assert [place.rank for place in rank(groups).places] == [(1, 1), (2, 2)]

@@ -70,10 +70,10 @@ QUIET = OtherLoad("n1", 8, 0.0, [], on_gpu=True)
 class TestCeilings:
     def test_ceiling_is_the_best_shape_by_the_ranks_median(self):
         ranks = [rank(0, {"a": 7e14, "b": 6e14}), rank(1, {"a": 3e14, "b": 5e14}), rank(2, {"a": 4e14, "b": 5.5e14})]
-        (found,) = ceiling._ceilings(ranks, [QUIET])
-        assert (found.shape, found.flops_per_second, found.ranks) == ("b", 5.5e14, 3)
-        assert found.share_of_peak == pytest.approx(550 / 989.4)  # an H200's dense bf16 peak
-        assert found.peak_reason is None
+        (best,) = ceiling._ceilings(ranks, [QUIET])
+        assert (best.shape, best.flops_per_second, best.ranks) == ("b", 5.5e14, 3)
+        assert best.share_of_peak == pytest.approx(550 / 989.4)  # an H200's dense bf16 peak
+        assert best.peak_reason is None
 
     def test_different_devices_have_their_own_ceilings(self):
         ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
@@ -87,13 +87,13 @@ class TestCeilings:
 class TestKept:
     def keep(self, rate: float, beside_load: bool, device: str = "NVIDIA H200", **how: bool) -> str | None:
         ranks = [rank(0, {"a": rate}, device=device)]
-        (found,) = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[0] * beside_load)])
-        return ceiling.keep_ceilings(World(0, 1, 0, 1, "torchrun"), [found], **how)
+        (best,) = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[0] * beside_load)])
+        return ceiling.keep_ceilings(World(0, 1, 0, 1, "torchrun"), [best], **how)
 
     @staticmethod
     def kept() -> tuple[float, bool | None]:
-        found = ceiling.look_up(Key("NVIDIA H200", "550", "2.15", "bf16", None))
-        return found.flops_per_second, found.beside_load
+        stored = ceiling.look_up(Key("NVIDIA H200", "550", "2.15", "bf16", None))
+        return stored.flops_per_second, stored.beside_load
 
     def test_latest_on_a_quiet_machine_is_kept(self):
         for rate in (7e14, 6e14):

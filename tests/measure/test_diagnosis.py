@@ -59,8 +59,8 @@ def test_the_verdict():
 
 def test_versions_that_differ_are_named_with_their_ranks():
     same = {"torch": "2.15.0", "python": "3.11.7", "driver": "550.54", "host": "n1"}
-    (found,) = diagnosis.different_versions([same, {**same, "host": "n2"}, {**same, "driver": None, "host": "n3"}])
-    assert found == Finding("versions", [2], "driver differs: 550.54 on ranks 0, 1, None on rank 2")
+    (finding,) = diagnosis.different_versions([same, {**same, "host": "n2"}, {**same, "driver": None, "host": "n3"}])
+    assert finding == Finding("versions", [2], "driver differs: 550.54 on ranks 0, 1, None on rank 2")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_wrong_product_is_an_error(monkeypatch):
     with pytest.raises(ArithmeticError, match=r"^the fp32 product 64x64x64 on cpu has a relative error of "):
         products.product_seconds(ProductShape(64, 64, 64), "fp32", CPU, seconds=0.0001)
     monkeypatch.setattr(torch, "mm", lambda a, b, out: out.fill_(float("nan")))
-    with pytest.raises(ArithmeticError, match="wrong by nan"):
+    with pytest.raises(ArithmeticError, match="a relative error of nan"):
         products.product_seconds(ProductShape(8, 8, 8), "bf16", CPU, seconds=0.0001)
 
 
@@ -109,8 +109,8 @@ def test_tf32_is_allowed_only_for_tf32_products(monkeypatch):
 
 
 def test_copy_within_the_device_counts_twice():
-    found = products.copy_seconds(CPU, seconds=0.0001)
-    assert list(found) == ["within the device"]
-    moved, taken = found["within the device"]
+    copies = products.copy_seconds(CPU, seconds=0.0001)
+    assert list(copies) == ["within the device"]
+    moved, taken = copies["within the device"]
     assert moved == 2 * 2**28
     assert len(taken) >= Effort.min_repetitions

@@ -100,6 +100,6 @@ def test_paired_ratio_refuses_what_is_not_paired():
 
 def test_disturbed_pair_is_one_pair():
     a, b = [2.0] * 20 + [900.0], [1.0] * 21
-    found = median_of_ratios(a, b)
-    assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0)
+    interval = median_of_ratios(a, b)
+    assert (interval.value, interval.low, interval.high) == (2.0, 2.0, 2.0)
     assert median_of_ratios([1.0], [2.0]).high == math.inf  # one pair tells nothing of the spread

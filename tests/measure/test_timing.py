@@ -32,7 +32,7 @@ def test_required_memory_is_a_share_of_the_free_memory(monkeypatch):
     monkeypatch.setattr(timing, "host_memory", lambda: HostMemory(100, 60))
     monkeypatch.setattr(timing, "gather", lambda told: [told])
     timing.require_memory(CPU, 2, 30, "workload.shapes", "512")
-    with pytest.raises(ConfigError, match="and rank 0 has"):
+    with pytest.raises(ConfigError, match="but rank 0 has"):
         timing.require_memory(CPU, 2, 31, "workload.shapes", "512")
 
 

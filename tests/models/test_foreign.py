@@ -115,7 +115,7 @@ def test_a_module_may_bring_its_loss(kind):
 )
 def test_invalid_losses_are_named(returned, told):
     kind = variant(lambda self, x, targets=None: returned(Plain.forward(self, x), targets))
-    rule = rf"^Assembled\.forward\(inputs, targets\) must return the mean loss, .*, and returns {told}$"
+    rule = rf"^Assembled\.forward\(inputs, targets\) must return the mean loss, .*, but returns {told}$"
     with pytest.raises(TypeError, match=rule):
         adapt(kind(), example)(*batch())
 

@@ -91,7 +91,8 @@ BLOCKS = "it has no parts() and no list of blocks of one class, and "
     [
         (plain(lambda self, x: self.third(self.second(self.first(x))) + self.fourth(x), fourth=nn.Linear(6, 4)),
          "more than one tensor passes between its submodules"),
-        (plain(branches), "cannot be traced: symbolically traced variables cannot be used as inputs to control flow"),
+        (plain(branches),
+         "it cannot be traced: symbolically traced variables cannot be used as inputs to control flow"),
         (plain(drops), "its submodules, called one after the other, compute something else"),
         (plain(Plain.forward, second=nn.Linear(3, 3)),
          "it cannot be tried in pieces: mat1 and mat2 shapes cannot be multiplied (2x8 and 3x3)"),

@@ -74,7 +74,7 @@ def split(*values: Any) -> Any:
         with_setters({"shard": 4}, "reduce_scatter_buffers", 0, AT_LEAST_1),
         with_setters({"shard": 4, "message_buffers": "symmetric"}, "reduce_scatter_buffers", 2,
                      "must be 1 with parallel.message_buffers=symmetric, …; try 1"),
-        (STAGES_IN_SHARDS, "reshard_after_forward", 2, "a group size is not supported with pipeline, …; try true, false"),
+        (STAGES_IN_SHARDS, "reshard_after_forward", 2, "… is not supported with pipeline, …; try true, false"),
         (PDP, "stages_per_rank", 2, f"must be 1 under 1f1b; try auto, or {_1F1B}"),
         split({**PDP, "schedule": "dualpipev"}, "stages_per_rank", 3, f"must be 2 under dualpipev; … or {_1F1B}"),
         ({**PDP, "schedule": "looped_bfs"}, "stages_per_rank", 1, "… at least 2 under looped_bfs; try auto, or …=1f1b"),
@@ -159,7 +159,7 @@ UNSHARDED = {
         *(split({**PDP, "schedule": schedule}, "activations", Selective(), f"activations=selective: … {schedule} "
                 f"runs two; try recompute, keep, or {_1F1B}")
           for schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")),
-        (POWERSGD, "precision", "fp16", "parallel.gradients=powersgd: … scaled …; try auto, or precision=bf16"),
+        (POWERSGD, "precision", "fp16", "parallel.gradients=powersgd: … loss scaling: …; try auto, or precision=bf16"),
         *(({"tensor": "auto"}, "precision", value, f"precision={value}: does not support tensor …; try bf16")
           for value in ("fp8", "fp8_tensorwise")),
         ({**FSDP, "reshard_after_forward": 2}, "precision", "fp8_tensorwise",

@@ -109,5 +109,5 @@ def test_changing_graph_is_refused(steps):
             engine.module.zero_grad()
 
     with pretended(1):
-        refusal = "parallel.static_graph=auto: weights get gradients only in some steps …; try find_unused, …=fsdp …"
+        refusal = "parallel.static_graph=auto: some weights get gradients only …; try find_unused, …=fsdp …"
         assert refused(trained) == Abridged(refusal)

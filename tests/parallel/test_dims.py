@@ -61,11 +61,11 @@ def test_degrees_exist_iff_they_multiply_to_ranks():
     [
         (4, {"replicate": "auto", "pipeline": 3},
          "pipeline=3: replicate(auto) x pipeline(3) must equal the number of ranks, 4; try 2, 4"),
-        (8, {"replicate": 2, "shard": 3}, "shard=3: replicate(2) x shard(3) = 6 must be …, 8; try 4"),
-        (8, {"replicate": 3, "shard": 4}, "replicate=3: replicate(3) x shard(4) = 12 must be …, 8; try 2"),
+        (8, {"replicate": 2, "shard": 3}, "shard=3: replicate(2) x shard(3) = 6 must equal …, 8; try 4"),
+        (8, {"replicate": 3, "shard": 4}, "replicate=3: replicate(3) x shard(4) = 12 must equal …, 8; try 2"),
         (8, {"replicate": 3, "shard": 3}, "shard=3: … = 9 must equal …, 8; try 9 ranks, or auto for …"),
         (2, {}, "replicate=1: … are 1, but there are 2 ranks; try 2, auto, or cluster.ranks_per_node=1"),
-        (3, {"replicate": 2, "shard": "auto"}, "replicate=2: replicate(2) x shard(auto) must be …, 3; try 3"),
+        (3, {"replicate": 2, "shard": "auto"}, "replicate=2: replicate(2) x shard(auto) must equal …, 3; try 3"),
     ],
 )  # fmt: skip
 def test_refusal_states_the_equation(world_size, degrees, message):
@@ -101,7 +101,7 @@ def test_regrouping_degree_takes_no_ranks(asked, found):
 
 def test_regrouping_degree_must_divide():
     assert refused(lambda: with_two_more(12, replicate=2, shard=3, tensor=2, expert=4)) == (
-        "expert=4: must divide shard(3) x context(1) x tensor(2) = 6, …; try 1, 2, 3, 6"
+        "expert=4: must divide shard(3) x context(1) x tensor(2) = 6, the ranks that it regroups; try 1, 2, 3, 6"
     )
 
 

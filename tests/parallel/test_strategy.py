@@ -312,9 +312,9 @@ def one_block_twice() -> nn.Module:
         ({"tensor": 8}, gpt, "tensor=8: must divide the 4 heads of the model; try 2, 4"),
         ({"tensor": 8, "sequence": True, "context": 2}, gpt, "tensor=8: times 2 … the 8 positions …; try 2, 4"),
         ({"context": 3}, gpt, "context=3: must divide the 8 positions of the model; try 2"),
-        ({"context": 8, "context_method": "ring"}, gpt, "context=8: times 2 … the 8 positions … two pieces; try 2, 4"),
+        ({"context": 8, "context_method": "ring"}, gpt, "context=8: times 2 … 8 positions …, … per rank; try 2, 4"),
         ({"context": 4, "tensor": 2}, gpt, "context=4: times 2 must divide the 4 heads …; try 2"),
-        ({"context": 2, "context_method": "ring"}, not_causal, "context_method=ring: … is_causal …; try ulysses"),
+        ({"context": 2, "context_method": "ring"}, not_causal, "context_method=ring: … is_causal; try ulysses"),
         ({"tensor": 2, "sequence": True}, lambda: on_meta(Toy), "sequence=true: … scatter…; try false"),
         *(({degree: 2}, lambda: untold_by(nn.Linear(2, 2), 2),
            f"{degree}=2: needs a model whose roles() name …try 1, or parallel=ddp,fsdp")
@@ -326,7 +326,7 @@ def one_block_twice() -> nn.Module:
         ({"pipeline": 2, "schedule": "looped_bfs", "stages_per_rank": 3}, gpt,
          "pipeline=2: pipeline(2) x stages_per_rank(3) = 6 stages … 4 layers; try parallel.schedule=1f1b"),
         *(({"pipeline": 2}, lambda dtype=dtype: untold_by(nn.Linear(2, 2, dtype=dtype), 2), "pipeline=2: … no parts() "
-           f"and no list of blocks of one class, and Linear itself owns weight and bias; move them …, or try parallel=ddp{more}")
+           f"and no list of blocks of one class, and Linear itself owns weight and bias; …, or try parallel=ddp{more}")
           for dtype, more in ((torch.float32, ", parallel=fsdp"), (torch.complex64, ""))),
         ({"pipeline": 2}, with_frozen_trunk, "pipeline=2: stage 0 …; try parallel=fsdp, or fewer stages"),
         ({"shard": 2}, with_equal_layers,

@@ -125,14 +125,14 @@ def test_real_allocations_have_their_part_of_the_step():
                     held = torch.empty(200)
                 del batch, held
                 weight.grad = None
-    found = allocations.usage(allocations.read(taken, "cpu"), known)
-    assert peak(found).moment == "backward"
-    by_purpose = at_peak(found)
+    recording = allocations.usage(allocations.read(taken, "cpu"), known)
+    assert peak(recording).moment == "backward"
+    by_purpose = at_peak(recording)
     assert by_purpose["weights"] == 400
     assert by_purpose["other"] == 1200  # the batch
     # The kept block, the one in the backward pass, and gradients of 100 numbers: of the result, and what torch makes.
     assert 24000 + 400 <= by_purpose["activations"] <= 24000 + 3 * 400
-    in_update = [by_kind(at) for at in found if at.moment == "optimizer"]
+    in_update = [by_kind(at) for at in recording if at.moment == "optimizer"]
     assert max(amounts["other"] for amounts in in_update) == 1200 + 800
     assert {amounts["gradients"] for amounts in in_update} == {400}
 

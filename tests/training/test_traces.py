@@ -31,11 +31,11 @@ def aheads(machines: str, skew: float) -> float:
 
 @pytest.mark.ranks
 def test_one_rank_of_each_other_machine_asks_rank_0_for_the_time():
-    found = on_ranks(3, each, aheads, [("abb", 5.0), ("aab", 5.0)])
-    assert [[of_rank[machines, 5.0] for of_rank in found] for machines in ("abb", "aab")] == [
-        [0, pytest.approx(5.0, abs=0.5), found[1]["abb", 5.0]], [0, 0, pytest.approx(5.0, abs=0.5)],
+    offsets = on_ranks(3, each, aheads, [("abb", 5.0), ("aab", 5.0)])
+    assert [[of_rank[machines, 5.0] for of_rank in offsets] for machines in ("abb", "aab")] == [
+        [0, pytest.approx(5.0, abs=0.5), offsets[1]["abb", 5.0]], [0, 0, pytest.approx(5.0, abs=0.5)],
     ]  # fmt: skip
-    assert found[1]["abb", 5.0] == found[2]["abb", 5.0]
+    assert offsets[1]["abb", 5.0] == offsets[2]["abb", 5.0]
 
 
 def since_of_a_pair() -> list[Ready]:

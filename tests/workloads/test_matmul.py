@@ -29,17 +29,17 @@ class TestRun:
     def test_every_rank_is_in_the_record(self, shared_run):
         record = shared_run(*SHORT)
         assert (record["status"], record["error"], record["model"]) == ("ok", None, None)
-        found = record["matmul"]
-        assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
-        for rank in found["ranks"]:
+        rates = record["matmul"]
+        assert [rank["rank"] for rank in rates["ranks"]] == [0, 1]
+        for rank in rates["ranks"]:
             measured = [(product["dtype"], product["shape"]) for product in rank["products"]]
             assert measured == [(d, s) for d in ("fp32", "bf16") for s in ("64x64x64", "32x96x128")]
             for product in [*rank["products"], *rank["copies"]]:
                 assert 0 < product["median"] <= product["maximum"]
                 assert 0 < product["mean"] <= product["maximum"]
-        assert [(one["dtype"], one["ranks"]) for one in found["ceilings"]] == [("fp32", 2), ("bf16", 2)]
-        assert found["kept"] is None
-        (load,) = found["other_load"]
+        assert [(one["dtype"], one["ranks"]) for one in rates["ceilings"]] == [("fp32", 2), ("bf16", 2)]
+        assert rates["kept"] is None
+        (load,) = rates["other_load"]
         assert (load["cores"], load["on_gpu"]) == (len(os.sched_getaffinity(0)), False)
         assert load["taken"] is None or 0 <= load["taken"] <= load["cores"]
 
