@@ -62,7 +62,7 @@ class Traffic:
     """One communication operation, in all steps."""
 
     calls: int  #: Number of calls.
-    known: int  #: Number of calls with a known end.
+    timed: int  #: Number of calls with a known end.
     bytes: int  #: Total size of all calls.
     seconds: float  #: Seconds in which a call with a known end was in flight.
     exposed_seconds: float  #: Seconds in which the rank waited for it.
@@ -138,7 +138,7 @@ def _traffic(trace: Trace, ready: Sequence[Ready], exposed: Mapping[str, float])
     return {
         name: Traffic(
             calls=number[name],
-            known=len(times[name]),
+            timed=len(times[name]),
             bytes=size[name],
             seconds=length(union(times[name])),
             exposed_seconds=exposed.get(name, 0.0),

@@ -194,7 +194,7 @@ def _mean(traffic: Sequence[tuple[Traffic, float]], steps: int, ranks: int) -> C
 
     ``traffic``: of each rank, with the factor that scales its seconds to one step.
     """
-    calls, ended = sum(sent.calls for sent, _ in traffic), sum(sent.known for sent, _ in traffic)
+    calls, ended = sum(sent.calls for sent, _ in traffic), sum(sent.timed for sent, _ in traffic)
     seconds = sum(sent.seconds * scale for sent, scale in traffic) / ranks
     return Communication(
         calls=calls / steps,
