@@ -53,8 +53,8 @@ def test_the_verdict():
     """Busy is what other load may have caused, and nothing else."""
     slow = Finding("slow rank", [1], "slow", beside_load=True)
     shared = [*diagnosis.gpu_troubles(0, replace(GPU, processes=2), 1, [0])]
-    found = ([], [slow, slow], [slow, Finding("versions", [1], "")], shared)
-    assert [diagnosis.verdict(one) for one in found] == ["sound", "busy", "unsound", "busy"]
+    findings = ([], [slow, slow], [slow, Finding("versions", [1], "")], shared)
+    assert [diagnosis.verdict(one) for one in findings] == ["sound", "busy", "unsound", "busy"]
 
 
 def test_versions_that_differ_are_named_with_their_ranks():
@@ -82,7 +82,7 @@ def test_versions_that_differ_are_named_with_their_ranks():
     ],
 )  # fmt: skip
 def test_troubles_of_a_gpu(changes, users, cores, kind, text):
-    found = [
+    findings = [
         (finding.kind, finding.text) for finding in diagnosis.gpu_troubles(4, replace(GPU, **changes), users, cores)
     ]
-    assert found == ([(kind, text)] if kind else [])
+    assert findings == ([(kind, text)] if kind else [])

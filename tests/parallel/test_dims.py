@@ -19,7 +19,7 @@ def wanted(**degrees):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "degrees", "found"),
+    ("world_size", "degrees", "derived"),
     [
         (1, {"replicate": "auto"}, Dims()),
         (8, {"replicate": "auto", "shard": "auto"}, Dims(replicate=4, shard=2)),
@@ -31,8 +31,8 @@ def wanted(**degrees):
         (8, {"shard": "auto", "tensor": "auto", "pipeline": "auto"}, Dims(shard=2, tensor=2, pipeline=2)),
     ],
 )
-def test_degrees_that_are_not_given_are_derived(world_size, degrees, found):
-    assert derive(world_size, wanted(**degrees)) == found
+def test_degrees_that_are_not_given_are_derived(world_size, degrees, derived):
+    assert derive(world_size, wanted(**degrees)) == derived
 
 
 def test_degrees_exist_iff_they_multiply_to_ranks():
@@ -93,10 +93,10 @@ def test_added_degree_divides_its_share():
     assert dims.copies == 4
 
 
-@pytest.mark.parametrize(("asked", "found"), [(1, 1), (2, 2), (4, 4), ("auto", 4)])
-def test_regrouping_degree_takes_no_ranks(asked, found):
+@pytest.mark.parametrize(("asked", "derived"), [(1, 1), (2, 2), (4, 4), ("auto", 4)])
+def test_regrouping_degree_takes_no_ranks(asked, derived):
     dims = with_two_more(8, replicate=2, shard="auto", tensor=2, expert=asked)
-    assert (dims.expert, dims.shard, dims.world_size, dims.batch) == (found, 2, 8, 4)
+    assert (dims.expert, dims.shard, dims.world_size, dims.batch) == (derived, 2, 8, 4)
 
 
 def test_regrouping_degree_must_divide():

@@ -81,7 +81,7 @@ def test_messages_without_known_end_are_not_timed():
     ]
     times = parted([(2.0, 3.0)], calls, [Ready(1.0, done=1.5), Ready(4.0)])
     of = times.traffic["recv"]
-    assert (of.calls, of.known, of.seconds, of.exposed_seconds) == (2, 1, 0.5, 1)
+    assert (of.calls, of.timed, of.seconds, of.exposed_seconds) == (2, 1, 0.5, 1)
 
 
 @pytest.mark.parametrize("since", [-5.0, 50.0])
