@@ -26,15 +26,15 @@ from benchmarks.script import options, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import clock, timing
-from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, Place
-from ptdbench.measure.products import Shape, cache_bytes, product_seconds
+from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, GroupRank
+from ptdbench.measure.products import ProductShape, cache_bytes, product_seconds
 from ptdbench.measure.timing import Effort
 
 #: Bytes of the message, and how often it is sent in a block.
 SIZES = {2**10: 300, 2**20: 50, 2**26: 10}
 
 #: Repetitions before a block of messages, seconds of a block of products, and their shape.
-WARMUP, SECONDS, SHAPE = 2, 0.05, Shape(512, 512, 512)
+WARMUP, SECONDS, SHAPE = 2, 0.05, ProductShape(512, 512, 512)
 
 
 def main() -> int:
@@ -90,7 +90,7 @@ def _messages_in_turns(job: Job, turns: int) -> tuple[int, dict[int, dict[str, l
 
 def _messages(size: int, count: int, device: torch.device) -> Callable[[], float]:
     """As ``workload=collectives`` times one size."""
-    place = Place(None, range(dist.get_world_size()), dist.get_rank(), device, DTYPES["fp32"], REDUCTIONS["sum"])
+    place = GroupRank(None, range(dist.get_world_size()), dist.get_rank(), device, DTYPES["fp32"], REDUCTIONS["sum"])
     message = OPERATIONS["all_reduce"].prepare(place, size // 4)
     effort = Effort(min_repetitions=count, max_repetitions=count, warmup=WARMUP, max_seconds=float("inf"))
     return lambda: statistics.median(timing.repeat(message.call, device, effort))

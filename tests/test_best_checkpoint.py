@@ -45,7 +45,7 @@ def test_changed_data_are_refused(tmp_path, shared_run):
     run_on_shared_ranks(tmp_path, *UNLEARNS, "train.steps=4")
     record = shared_run(*UNLEARNS, "train.steps=6", f"resume={tmp_path}", "+data.edition=second")
     assert record["status"] == "failed"
-    assert "was trained on other data than data=synthetic_vectors holds now" in record["error"]["message"]
+    assert "data=synthetic_vectors has changed since" in record["error"]["message"]
 
 
 @cases("strategy", ["ddp", "fsdp", "pdp"], daily=["fsdp"])

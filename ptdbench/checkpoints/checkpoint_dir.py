@@ -1,10 +1,9 @@
 """A run's checkpoints on disk: ``checkpoints/step-00000100/``, with the suffix ``.partial`` while being written.
 
-Its ``manifest.json``, which is written last, contains the checksum of every file.
-
-A directory gets its final name when everything in it is on disk, and loses it before anything in it is deleted, so
-that a killed process never leaves an incomplete checkpoint under a final name. A directory that contains anything else,
-such as a user's notes, is neither deleted nor renamed; see :mod:`ptdbench.files`.
+Its ``manifest.json``, written last, contains the checksum of every file. A directory gets its final name when all of it
+is on disk, and loses it before anything in it is deleted, so that a killed process never leaves an incomplete
+checkpoint under a final name. A directory with anything else, such as a user's notes, is neither deleted nor renamed;
+see :mod:`ptdbench.files`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _BLOCK = 4 << 20
 
 
 class BrokenCheckpoint(Exception):
-    """A checkpoint is broken; the message names the file and the fault."""
+    """A checkpoint is broken, with the file and the fault."""
 
 
 class Stamp(Struct, frozen=True):
@@ -57,7 +56,7 @@ class Manifest(Struct, frozen=True):
 
 
 class _Facts(Struct):
-    """The facts that are used without checking their types: they are checked here, and the checksum protects them."""
+    """The facts whose types are checked on reading, as they are used without checks."""
 
     scaler: dict[str, Any] = {}
     segments: list[dict[str, Any]] = []
@@ -65,7 +64,7 @@ class _Facts(Struct):
 
 
 def stamp(path: Path) -> Stamp:
-    """Return size and checksum of a file; raises OSError."""
+    """Return size and checksum of a file; may raise OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -87,7 +86,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of the checkpoint in ``directory``; raises BrokenCheckpoint if it is missing or damaged."""
+    """Return the manifest of the checkpoint in ``directory``; raise BrokenCheckpoint if it is missing or damaged."""
     try:
         body = json.loads((directory / MANIFEST).read_text())
         if body.pop("sha256") != _digest(body):
@@ -97,18 +96,15 @@ def read_manifest(directory: Path) -> Manifest:
     except FileNotFoundError:
         raise BrokenCheckpoint(f"{MANIFEST} is missing") from None
     except OSError as error:
-        raise BrokenCheckpoint(f"{MANIFEST} cannot be read ({error.strerror})") from None
+        raise BrokenCheckpoint(f"cannot read {MANIFEST} ({error.strerror})") from None
     except (ValueError, TypeError, KeyError, AttributeError):
         raise BrokenCheckpoint(f"{MANIFEST} is not a manifest") from None
 
 
 def verify(directory: Path, share: int = 0, shares: int = 1) -> Manifest:
-    """Return the manifest of a checkpoint whose files have the expected sizes and checksums.
+    """Return the manifest of a checkpoint; raise BrokenCheckpoint if a file is missing, or not as the saver wrote it.
 
-    The checksums, which take long, are verified for part ``share`` of ``shares`` parts of the files; for none if 0.
-
-    Raises:
-        BrokenCheckpoint: A file is missing, or is not what the saver wrote.
+    Checksums, which take long, are verified for part ``share`` of ``shares`` parts of the files; for none if 0.
     """
     manifest = read_manifest(directory)
     for name, expected in manifest.files.items():
@@ -128,11 +124,11 @@ def verify(directory: Path, share: int = 0, shares: int = 1) -> Manifest:
 
 @contextmanager
 def _readable(name: str) -> Iterator[None]:
-    """Within the context, an OSError is the fault of a file of a checkpoint."""
+    """Turn an OSError into the fault of a file of a checkpoint."""
     try:
         yield
     except OSError as error:
-        raise BrokenCheckpoint(f"{name} cannot be read ({error.strerror})") from None
+        raise BrokenCheckpoint(f"cannot read {name} ({error.strerror})") from None
 
 
 def _digest(body: Mapping[str, Any]) -> str:
@@ -168,13 +164,13 @@ class NewestCheckpoint:
     @property
     def warnings(self) -> list[str]:
         """A warning for each skipped checkpoint."""
-        return [f"{path} is skipped: {fault}" for path, fault in self.broken.items()]
+        return [f"skipping {path}: {fault}" for path, fault in self.broken.items()]
 
 
 def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> NewestCheckpoint:
-    """Find the newest checkpoint that is complete and matches its checksums; called in all ranks, like :func:`gather`.
+    """Return the newest checkpoint that is complete and matches its checksums; called in all ranks, with one result.
 
-    Every rank checks names and sizes; reading the files is divided among the ranks. All get the same result.
+    Every rank checks names and sizes; ranks share reading the files.
     """
     broken: dict[Path, str] = {}
     # Rank 0's list: a network file system may show an older one to other hosts.
@@ -193,7 +189,7 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Newes
 
 
 def latest_manifest(run_directory: Path) -> Manifest | None:
-    """Return the manifest of the newest checkpoint that seems complete; fast, as it does not read the files."""
+    """Return the manifest of the newest checkpoint that seems complete, without reading its files."""
     return next(filter(None, map(_manifest_if_complete, _published(run_directory))), None)
 
 
@@ -203,23 +199,22 @@ def partial(run_directory: Path, step: int) -> Path:
 
 
 def begin(partial: Path) -> None:
-    """Create the directory for writing, empty; raises OSError, also if it contains anything not from the saver."""
+    """Create the directory for writing, empty; raise OSError if that fails, or it contains foreign files."""
     discard(partial)
     partial.mkdir(parents=True)
     _sync(partial.parent.parent)
 
 
 def discard(path: Path) -> None:
-    """Delete a directory without a final name, if it exists; raises OSError, also if it contains foreign files."""
+    """Delete a directory without a final name, if it exists; raise OSError if that fails, or it has foreign files."""
     if os.path.lexists(path):
         remove(path, _is_ours)
 
 
 def publish(partial: Path) -> Path:
-    """Give a directory whose files are on disk its final name; an older checkpoint of the same step is replaced.
+    """Give a directory whose files are on disk its final name; replace an older checkpoint of the same step.
 
-    Raises:
-        OSError: It cannot be renamed, or the older one contains anything not from the saver.
+    Raise OSError if it cannot be renamed, or the older one contains foreign files.
     """
     final = partial.with_suffix("")
     _sync(partial)
@@ -232,11 +227,10 @@ def publish(partial: Path) -> Path:
 
 
 def prune(run_directory: Path, keep: int, best: int | None = None, broken: Container[Path] = ()) -> None:
-    """Delete all complete checkpoints except the newest ``keep`` and the one of step ``best``.
+    """Delete all complete checkpoints except the newest ``keep`` and the one of step ``best``; may raise OSError.
 
-    Broken checkpoints are neither counted nor deleted: those that a search has found ``broken``, and any with files of
-    the wrong size. Nor are checkpoints deleted that contain foreign files, or tensors not named in the manifest. Raises
-    OSError.
+    ``broken`` checkpoints, and those with files of the wrong size, are neither counted nor deleted. Checkpoints with
+    foreign files, or tensors not in the manifest, are not deleted.
     """
     candidates = [(path, _manifest_if_complete(path)) for path in _published(run_directory) if path not in broken]
     for path, manifest in [(path, manifest) for path, manifest in candidates if manifest][keep:]:
@@ -257,7 +251,7 @@ def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
 
 
 def mark_best(run_directory: Path, step: int | None) -> None:
-    """Point the link ``checkpoints/best`` to a checkpoint, if it exists; raises OSError if the name is taken."""
+    """Point the link ``checkpoints/best`` to a checkpoint, if it exists; raise OSError if the name is taken."""
     folder = run_directory / FOLDER
     if step is None or not (folder / _name(step)).exists():
         return
@@ -271,9 +265,9 @@ def mark_best(run_directory: Path, step: int | None) -> None:
 
 
 def remove_partial(run_directory: Path) -> None:
-    """Clean up after a killed run; called in one process, before the run starts.
+    """Clean up after a killed run; called in one process, before the run starts. May raise OSError.
 
-    A checkpoint that lacks only its final name gets it. One with foreign files is left unchanged. Raises OSError.
+    A complete checkpoint gets its final name; one with foreign files is left unchanged.
     """
     for path in sorted((run_directory / FOLDER).glob("step-*"), reverse=True):  # partial before deleted
         named = _STEP.fullmatch(path.stem) and path.suffix in (_PARTIAL, _DELETED)
@@ -295,20 +289,20 @@ def _is_ours(name: str) -> bool:
 
 
 def _published(run_directory: Path) -> list[Path]:
-    """List directories with a final name, newest first."""
+    """Return directories with a final name, newest first."""
     named = (path for path in (run_directory / FOLDER).glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir())
     return sorted(named, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def _manifest_if_complete(path: Path) -> Manifest | None:
-    """Return the manifest if all files exist with the expected sizes; reading them would take too long."""
+    """Return the manifest if all files exist with the expected sizes."""
     with suppress(BrokenCheckpoint):
         return verify(path, shares=0)
     return None
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that it can be deleted; raises OSError if it contains foreign files."""
+    """Rename a checkpoint, to delete it; raise OSError if it contains foreign files."""
     if other := first_foreign_entry(path, _is_ours):
         raise foreign_path_error(other)
     aside = path.with_name(path.name + _DELETED)

@@ -1,8 +1,8 @@
 """Loading tensors from a checkpoint without running code from it.
 
 torch reads the tensors with ``weights_only``. Two ways to run code remain in its distributed checkpoints: ``.metadata``
-is a pickle, and an item that is not a tensor is unpickled without a check. Here the pickle may refer only to classes of
-metadata, and other items are refused.
+is a pickle, and an item that is not a tensor is unpickled unchecked. Here the pickle may refer only to classes of
+metadata, and other items are rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METADATA = ".metadata"
 
 
 class _Properties(TensorProperties):
-    """Properties of a tensor, perhaps written by a newer torch, which adds strides that loading does not need."""
+    """Properties of a tensor; a newer torch adds strides that loading does not need."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         count = len(TensorProperties().__getstate__())  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ _CLASSES: tuple[Any, ...] = (
 _ALLOWED = {
     **{(allowed.__module__, allowed.__name__): allowed for allowed in _CLASSES},
     (TensorProperties.__module__, "TensorProperties"): _Properties,
-    # The path that the checkpoint was written to, which is not used.
+    # The path that the checkpoint was written to, unused.
     **{
         (module, name): PurePath
         for module in ("pathlib", "pathlib._local")  # Python 3.13 and newer
@@ -60,7 +60,7 @@ def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
     may pass different names, and all fail if one does.
 
     Raises:
-        ConfigError: The checkpoint cannot be read, lacks a name, or would run code.
+        ConfigError: The checkpoint cannot be read, does not have a name, or would run code.
     """
     reader = _Reader(path, _read_metadata(path))
     try:
@@ -74,12 +74,12 @@ def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
         reason = why(failure)
         needed = re.search(r"GLOBAL (\S+)", reason)
         if needed and "UnpicklingError" in reason:  # torch's own message advises loading without checks
-            raise _refusal(path, f"would run code: a tensor's file asks for {needed[1]}") from None
+            raise _refusal(path, f"would run code: a tensor's file refers to {needed[1]}") from None
         raise _refusal(path, f"cannot be read: {reason.partition(chr(10))[0]}") from None
 
 
 def names(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return size and dtype of every tensor by name; raises ConfigError if they cannot be read, or would run code."""
+    """Return size and dtype of every tensor by name; raise ConfigError if they cannot be read, or would run code."""
     items = _read_metadata(path).state_dict_metadata
     return {
         name: (item.size, item.properties.dtype)
@@ -89,7 +89,7 @@ def names(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def why(failure: CheckpointException) -> str:
-    """Return every rank's error in one line; re-raise a wrapped exception that is not an error, such as a signal."""
+    """Return every rank's error in one line; re-raise what is not an error, such as a signal."""
     errors = {rank: wrapped[0] for rank, wrapped in sorted(failure.failures.items())}
     for error in errors.values():
         if not isinstance(error, Exception):
@@ -117,11 +117,11 @@ class _Unpickler(pickle.Unpickler):
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
-        raise _Forbidden(f"{METADATA} asks for {module}.{name}")
+        raise _Forbidden(f"{METADATA} refers to {module}.{name}")
 
 
 class _Forbidden(Exception):
-    """Something that a checkpoint must not contain."""
+    """A checkpoint contains what it must not."""
 
 
 def _read_metadata(path: Path) -> Metadata:
@@ -145,10 +145,10 @@ def _check(read: Any) -> None:
             raise _Forbidden(f"{name} is not a tensor and would be unpickled")
     for place in read.storage_data.values():
         if not isinstance(place, filesystem._StorageInfo) or PurePath(place.relative_path).name != place.relative_path:
-            raise _Forbidden(f"{METADATA} points to a file outside of the checkpoint")
+            raise _Forbidden(f"{METADATA} points to a file outside the checkpoint")
         if getattr(place, "transform_descriptors", None):
-            raise _Forbidden(f"{METADATA} asks for a transformation of {place.relative_path}")
+            raise _Forbidden(f"{METADATA} requires a transformation of {place.relative_path}")
 
 
 def _refusal(path: Path, rule: str) -> ConfigError:
-    return ConfigError([Problem("resume", path, rule, "give a checkpoint that ptdbench has written")])
+    return ConfigError([Problem("resume", path, rule, "give a checkpoint written by ptdbench")])

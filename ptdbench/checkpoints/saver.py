@@ -1,4 +1,4 @@
-"""Saving during training: ranks divide the tensors among themselves and copy them; a thread writes the copies."""
+"""Saving during training: each rank copies its share of the tensors, and a thread writes the copies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Shares:
 
     def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's share of ``tensors``; called in all ranks, each with all its tensors."""
-        # Divided as torch writes them.
+        # Split as torch writes them.
         items = create_default_local_save_plan(dict(tensors), is_coordinator=False).items
         sizes = {(i.index.fqn, tuple(i.index.offset or ())): i.tensor_storage_size() or 0 for i in items}
         if any(gather(sizes != self._sizes, self._group)):  # true at the first save, rarely later
@@ -82,9 +82,8 @@ _ALIGNMENT = 64
 class Staging:
     """Copies tensors into memory that is reused between calls, because allocating takes longer than copying.
 
-    The memory is one block of the required size. For a GPU it is registered with the driver (pinned), so that copies
-    are asynchronous and at full speed. torch's allocator of pinned memory would round each tensor up to a power of two,
-    and keep the memory after the tensors are freed.
+    The memory is one block, pinned for a GPU, so that copies are asynchronous and at full speed. torch's allocator of
+    pinned memory would round each tensor up to a power of two, and keep the memory after the tensors are freed.
     """
 
     def __init__(self) -> None:
@@ -98,11 +97,11 @@ class Staging:
 
         Args:
             tensors: The tensors, by name.
-            steady: Names of tensors that do not change before :meth:`settle`: steps run while a GPU copies these.
+            steady: Names of tensors that do not change before :meth:`settle`: a GPU copies these during steps.
 
         Returns:
-            A function that waits for the device and returns the copies by name, on the CPU; a DTensor stays a DTensor.
-            The next call overwrites them.
+            A function that waits for the device and returns the copies by name, on the CPU, DTensors as DTensors. The
+            next call overwrites them.
         """
         on_gpu = _on_gpu(tensors)
         self._allocate(tensors, pinned=on_gpu)
@@ -110,7 +109,7 @@ class Staging:
         if not on_gpu:
             _copy(tensors, copies)
             return lambda: copies
-        # The host waits for neither: the next step is queued after copies in its own stream, and overlaps the others.
+        # The host waits for neither: the next step is queued after the first copies, and overlaps the others.
         _copy({name: tensor for name, tensor in tensors.items() if name not in steady}, copies)
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -126,7 +125,7 @@ class Staging:
         return when_copied
 
     def settle(self) -> None:
-        """Make work queued on the device from now on wait for the copies of steady tensors."""
+        """Let work queued on the device from now on wait for the copies of steady tensors."""
         if self._stream:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -205,7 +204,7 @@ class Saver:
     Args:
         run_directory: The run's directory, the same for all ranks.
         keep: Number of complete checkpoints to keep, at least 1.
-        asynchronous: Write in a separate thread. Otherwise :meth:`save` makes no copy, and returns when all is on disk.
+        asynchronous: Write in a thread; else :meth:`save` makes no copy, and returns when everything is on disk.
         patience: How long ranks wait for each other while they save.
     """
 
@@ -217,10 +216,8 @@ class Saver:
         self.saved: list[int] = []  #: Steps whose checkpoint is on disk, in the order of saving.
         self.problems: list[str] = []  #: One line for each failed save.
         self.stall_seconds: list[float] = []  #: How long each :meth:`save` blocked its caller.
-        #: On rank 0, the step of the best checkpoint, which is kept in addition to the newest and marked.
-        self.best: int | None = None
-        #: Directories of checkpoints that a search has found broken: they do not count until written again.
-        self.broken: set[Path] = set()
+        self.best: int | None = None  #: On rank 0, the step of the best checkpoint, which is marked and kept too.
+        self.broken: set[Path] = set()  #: Directories of broken checkpoints, which do not count until written again.
         self._run_directory = run_directory
         self._keep = keep
         self._rank = dist.get_rank(self.group)
@@ -238,10 +235,10 @@ class Saver:
     ) -> None:
         """Save the current values of ``tensors``; called in all ranks, between two steps.
 
-        Waits for the previous save. Ranks may pass different tensors; tensors of the same name must be equal, and are
-        copied and written once, each by one of the ranks that have it. The ``facts``, in JSON types, are taken from
-        rank 0. ``steady`` are the names of tensors that do not change before :meth:`settle`, trained weights among
-        them. The save fails if one of these weights is not finite.
+        Wait for the previous save. Ranks may pass different tensors; tensors of the same name must be equal, and are
+        written once, by one of the ranks that have it. The ``facts``, in JSON types, are rank 0's. ``steady``: names of
+        tensors that do not change before :meth:`settle`, trained weights among them. The save fails if one of these
+        weights is not finite.
         """
         started = time.perf_counter()
         self.wait()
@@ -256,15 +253,15 @@ class Saver:
         self.stall_seconds.append(time.perf_counter() - started)
 
     def settle(self) -> None:
-        """Make the device wait for the copies of steady tensors, before these change."""
+        """Let the device wait for the copies of steady tensors, before these change."""
         if self._staging:
             self._staging.settle()
 
     def amend(self, step: int, facts: Facts, is_best: bool) -> None:
         """Add facts about saved weights, in JSON types, to their checkpoint; called in all ranks, between two steps.
 
-        Rank 0's facts replace earlier ones of the same names. ``step`` is that of the last save, which may be in
-        progress; if it failed, nothing happens.
+        Rank 0's facts replace earlier ones. ``step``: of the last save, which may be in progress; if it failed, nothing
+        happens.
         """
         self._begin(lambda: self._amend(step, facts, is_best))
 
@@ -315,16 +312,16 @@ class Saver:
             if checkpoint_dir.amend(self._run_directory, step, facts) and is_best:
                 self.best = step
 
-        self._try_on_rank_0(step, "its evaluation could not be added", amend)
+        self._try_on_rank_0(step, "cannot add its evaluation", amend)
         if is_best:
             self._mark_and_prune(step)
 
     def _mark_and_prune(self, step: int) -> None:
         run = self._run_directory
         mark = partial(checkpoint_dir.mark_best, run, self.best)
-        self._try_on_rank_0(step, "the best checkpoint could not be marked", mark)
+        self._try_on_rank_0(step, "cannot mark the best checkpoint", mark)
         prune = partial(checkpoint_dir.prune, run, self._keep, self.best, self.broken)
-        self._try_on_rank_0(step, "older checkpoints could not be deleted", prune)
+        self._try_on_rank_0(step, "cannot delete older checkpoints", prune)
 
     def _try_on_rank_0(self, step: int, fault: str, task: Callable[[], object]) -> None:
         try:
@@ -373,11 +370,11 @@ class Saver:
 
 
 class _SaveFailed(Exception):
-    """A save failed; the message names the ranks and their errors."""
+    """A save failed, with the ranks and their errors."""
 
 
 def _require_finite(tensors: dict[str, Tensor], steady: Container[str]) -> dict[str, Tensor]:
-    """Return the tensors; raise if a weight is not finite: nothing resumes from it, and a good checkpoint would go."""
+    """Return the tensors; raise if a weight is not finite: it would replace a good checkpoint by a useless one."""
     for name, tensor in tensors.items():
         if name.startswith("model.") and name in steady and not local_part(tensor).sum(dtype=torch.float32).isfinite():
             raise FloatingPointError(f"{name} is not finite")
@@ -394,7 +391,7 @@ def _attempt(task: Callable[[], T]) -> Future[T]:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's writer, which closes its file on a full disk, and then reports only what is wrong with the file."""
+    """torch's writer, with the cause of a full disk: torch reports only that the file was closed."""
 
     def write_data(self, *arguments: Any) -> Any:
         try:
@@ -404,8 +401,8 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Write this rank's file and, on rank 0, the metadata, and sync them; raises _SaveFailed if any rank fails."""
-    # Nothing is copied ahead: the tensors are on the CPU, or the caller waits for each one anyway.
+    """Write this rank's file and, on rank 0, the metadata, and sync them; raise _SaveFailed if any rank fails."""
+    # Nothing is copied ahead: the tensors are on the CPU, or the caller waits for each anyway.
     writer = _Writer(directory, sync_files=True, single_file_per_rank=True, per_thread_copy_ahead=0)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     try:
@@ -421,7 +418,7 @@ def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
 
 
 def _lower_priority() -> None:
-    """Lower this thread's CPU and I/O priority, and let it run on every core that the process was given."""
+    """Lower this thread's CPU and I/O priority, and let it run on every core of the process."""
     with suppress(OSError):
         settings.unbind_thread()
     if sys.platform == "linux":  # elsewhere it would be the whole process

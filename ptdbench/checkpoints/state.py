@@ -1,7 +1,7 @@
 """The state of a run in a checkpoint, as tensors by name: weights, optimizer state and random generators.
 
-Under every strategy, names are those of the whole model: a weight is one entry, whether it is in pipeline stages, DDP
-replicas or FSDP shards, and can be loaded under another strategy and on another number of ranks.
+Names are full names in the model under every layout: a weight is one entry, whether it is in pipeline stages, DDP
+replicas or FSDP shards, and can be loaded under another layout and on another number of ranks.
 """
 
 from __future__ import annotations
@@ -36,23 +36,22 @@ class TrainingState:
         module: The module with this rank's weights and buffers.
         optimizer: The optimizer of its parameters.
         tied: Pairs of names that share one weight; copies in different stages become one entry, under the first name.
-        rank: The rank, for its random generators and its own state.
+        rank: The rank, for its random generators and local state.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, rank: int) -> None:
         self._module, self._optimizer, self._tied, self._rank = module, optimizer, tied, rank
-        #: The first buffer that differed between ranks in the checkpoint that :meth:`restore` has loaded.
-        self.differed: str | None = None
+        self.differed: str | None = None  #: The first buffer that differed between ranks in the restored checkpoint.
         self._built: dict[str, int] = {}
 
     def note_buffers(self) -> None:
-        """Note the buffers before the first step: of those that are not persistent, changed ones are saved."""
+        """Note the buffers before the first step: non-persistent ones that change are saved."""
         self._built = dict(checksums(self._module.named_buffers()))
 
     def own_buffers(self, *, first_replica: bool) -> dict[str, Tensor]:
-        """Return the buffers that a rank keeps besides the model's, as ``buffer.<name>``; called in all ranks.
+        """Return the buffers to save in addition to the model's, as ``buffer.<name>``; called in all ranks.
 
-        They differ between ranks; or they are not persistent and have changed, and this is the ``first_replica``.
+        Those that differ between ranks, and on the ``first_replica`` non-persistent ones that have changed.
         """
         now, persistent = dict(checksums(self._module.named_buffers())), self._module.state_dict().keys()
         kept = {*differing(now.items())}
@@ -61,15 +60,14 @@ class TrainingState:
         named = ((name, local_part(buffer)) for name, buffer in self._module.named_buffers() if name in kept)
         return {f"buffer.{name}": without_repeats(buffer) for name, buffer in named}
 
-    def collect(self, *, with_buffers: bool, own: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def collect(self, *, with_buffers: bool, local: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return this rank's tensors by their names in a checkpoint, without copying them.
 
         Only between two steps: within a step, FSDP holds all-gathered weights instead of shards.
 
         Args:
-            with_buffers: Whether to include this rank's buffers; set on one replica only, as buffers differ (batch norm
-                statistics).
-            own: Additional state that only this rank has.
+            with_buffers: Whether to include this rank's buffers; on one replica only, as batch norm statistics differ.
+            local: Additional state that only this rank has.
 
         Returns:
             ``model.<name>``, ``optimizer.<name>.<key>``, ``rng.cpu.<rank>`` and, on a GPU, ``rng.cuda.<rank>``;
@@ -79,7 +77,7 @@ class TrainingState:
             ConfigError: The optimizer has state that is not a tensor.
         """
         tensors = self._trained(with_buffers) | {f"rng.cpu.{self._rank}": torch.get_rng_state()}
-        tensors |= {f"own.{self._rank}.{name}": tensor for name, tensor in (own or {}).items()}
+        tensors |= {f"own.{self._rank}.{name}": tensor for name, tensor in (local or {}).items()}
         if (device := device_of(self._module)).type == "cuda":
             tensors[f"rng.cuda.{self._rank}"] = torch.cuda.get_rng_state(device)
         return tensors
@@ -87,8 +85,7 @@ class TrainingState:
     def steady(self, names: Iterable[str]) -> set[str]:
         """Return the names of trained weights and optimizer state, which only an update changes.
 
-        Not of buffers, the rank's own state, or frozen weights: a forward pass may change these, as in a momentum
-        encoder.
+        A forward pass may change buffers, local state and frozen weights, as in a momentum encoder.
         """
         weights = {f"model.{name}" for name, weight in self._weights() if weight.requires_grad}
         return {name for name in names if name in weights or name.startswith("optimizer.")}
@@ -96,12 +93,12 @@ class TrainingState:
     def restore(self, path: Path, *, same_layout: bool, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
         """Load a checkpoint into a run before its first step, when the optimizer has no state; called in all ranks.
 
-        The strategy and the number of ranks may differ from those at the save. Random generators and the rank's own
-        state are restored only in the ``same_layout``: in another layout, this rank may be in a tensor-parallel group,
-        whose ranks must draw the same random numbers. ``group`` is a CPU group of all ranks.
+        The layout and the number of ranks may have changed. Random generators and local state are restored only in the
+        ``same_layout``: in another one, this rank may be in a tensor-parallel group, whose ranks must draw the same
+        random numbers. ``group``: a CPU group of all ranks.
 
         Returns:
-            The rank's own state by name, on the CPU.
+            The rank's local state by name, on the CPU.
 
         Raises:
             ConfigError: The checkpoint is of another model or optimizer (with the differences), cannot be read, or
@@ -117,15 +114,15 @@ class TrainingState:
         safe_load.load(path, tensors | of_rank, group)
         self._copy_to_second()
         self._put_back({name: of_rank.pop(full) for name, full in buffers.items()})
-        own = {}
+        local = {}
         for name, state in of_rank.items():
             if name.startswith("rng.cuda."):
                 torch.cuda.set_rng_state(state, device)
             elif name.startswith("rng.cpu."):
                 torch.set_rng_state(state)
             else:
-                own[name.removeprefix(f"own.{self._rank}.")] = state
-        return own
+                local[name.removeprefix(f"own.{self._rank}.")] = state
+        return local
 
     @torch.no_grad()
     def _put_back(self, values: Mapping[str, Tensor]) -> None:
@@ -142,7 +139,7 @@ class TrainingState:
         persistent = self._module.state_dict().keys() if with_buffers else ()
         trained = {f"model.{name}": buffer for name, buffer in self._module.named_buffers() if name in persistent}
         for name, weight in self._weights():
-            # A second copy on this rank may have state where the first has none, as ZeRO-1 divides stages one by one.
+            # A second copy on this rank may have state where the first has none, as ZeRO-1 shards stages separately.
             trained.setdefault(f"model.{name}", unwrapped(weight))
             for key, value in self._optimizer.state.get(weight, {}).items():
                 if isinstance(value, Tensor):
@@ -158,7 +155,7 @@ class TrainingState:
 
     @torch.no_grad()
     def _copy_to_second(self) -> None:
-        """Copy each loaded tied weight, with its state, to its second copy, if two stages of this rank hold it."""
+        """Copy each loaded tied weight, with its state, to its copy in another stage of this rank, if any."""
         named, state = dict(self._module.named_parameters()), self._optimizer.state
         for first, second in ((named.get(first), named.get(second)) for first, second in self._tied):
             if first is None or second is None:
@@ -171,8 +168,8 @@ class TrainingState:
     def _make_optimizer_state(self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """Create optimizer state, with arbitrary values, for the weights whose state is in the checkpoint.
 
-        This takes a step on zero gradients, as only the optimizer knows the form of its state. Loading the weights
-        undoes the step's effect on them.
+        Only the optimizer knows the form of its state, so it steps on zero gradients; loading undoes the effect on the
+        weights.
         """
         kept = {name.rpartition(".")[0] for name in stored}
         stepped = [weight for name, weight in self._weights() if f"optimizer.{name}" in kept]
@@ -186,7 +183,7 @@ class TrainingState:
             weight.grad = None
 
     def _make_later_state(self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Create what a user's optimizer makes in later steps, where all that it makes in its first is stored."""
+        """Create the state of later steps of a user's optimizer, if all the state of its first step is stored."""
         kept = grouped((prefix, key) for prefix, _, key in (full.rpartition(".") for full in stored))
         for name, weight in self._weights():
             state, keys = self._optimizer.state.get(weight), {*kept.get(f"optimizer.{name}", ())}
@@ -216,12 +213,12 @@ def _require_same(
     if not differences:
         return
     more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-    rule = f"holds another model or optimizer: {'; '.join([*differences.values()][:_SHOWN])}{more}"
-    remedy = "resume with the model and optimizer it was made with"
+    rule = f"is of another model or optimizer: {'; '.join([*differences.values()][:_SHOWN])}{more}"
+    remedy = "resume with its model and optimizer"
     if all(name.endswith(f".{KEY}") for name in differences):
-        rule, remedy = "holds no averages of the weights, which this run keeps", "try train.ema=null"
+        rule, remedy = "has no averages of the weights, which this run needs", "try train.ema=null"
         if differences.keys() <= stored.keys():
-            rule, remedy = "holds averages of the weights", "resume with the train.ema it was made with"
+            rule, remedy = "has averages of the weights, which this run does not keep", "resume with its train.ema"
     raise ConfigError([Problem("resume", path, rule, remedy)])
 
 
@@ -233,16 +230,16 @@ def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -
 
 
 def _of_rank(stored: Iterable[str], rank: int, device: torch.device) -> list[str]:
-    """Return the names of this rank's random generators and own state in the checkpoint."""
+    """Return the names of this rank's random generators and local state in the checkpoint."""
     kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
     generators = {f"rng.{kind}.{rank}" for kind in kinds}
     return [name for name in stored if name in generators or name.startswith(f"own.{rank}.")]
 
 
 def _kept_buffers(stored: Iterable[str], rank: int) -> tuple[dict[str, str], str | None]:
-    """Return where a checkpoint has buffers besides the model's: the rank's, else those of the first rank with them.
+    """Return the entries of a checkpoint's additional buffers, of this rank, else of the first rank with them.
 
-    And the first buffer that several ranks kept, as theirs differed.
+    And the first buffer that differed between ranks, so that several kept it.
     """
     kept: dict[str, dict[int, str]] = {}
     for full in stored:

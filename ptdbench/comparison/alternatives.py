@@ -37,18 +37,18 @@ def group(records: Iterable[RunRecord]) -> list[Alternative]:
 def of_sweeps(runs: Iterable[RunRecord]) -> list[Alternative]:
     """Group runs into alternatives separately for each sweep, side of a comparison, and single run.
 
-    They are kept apart because the program may have changed in between. The runs must be training runs, with their
-    current locations in ``directory``.
+    The program may have changed between them. The runs must be training runs, with their current locations in
+    ``directory``.
     """
     sweeps: dict[Path, list[RunRecord]] = {}
     is_sweep: dict[Path, bool] = {}
     for run in runs:
         directory, parent = Path(run.directory), sweep_of(run)
         if parent not in is_sweep:  # also true if only a sweep's results were kept
-            known = store.is_sweep(parent)
-            is_sweep[parent] = known or parent != directory.parent or not (directory / store.RECORD).exists()
+            is_nested = parent != directory.parent
+            is_sweep[parent] = store.is_sweep(parent) or is_nested or not (directory / store.RECORD).exists()
         sweeps.setdefault(parent if is_sweep[parent] else directory, []).append(run)
-    return [one for sweep in sweeps.values() for one in group(sweep)]
+    return [alternative for sweep in sweeps.values() for alternative in group(sweep)]
 
 
 def by_identity(
@@ -56,8 +56,8 @@ def by_identity(
 ) -> dict[Hashable, Alternative]:
     """Group runs into alternatives by their identity: the same requested work and shape, and the same ranks and nodes.
 
-    Options with the dotted names ``ignored`` make no difference, in addition to those that never do. ``others`` are the
-    runs that these will be compared with.
+    ``ignored``: dotted names of options that make no difference, in addition to those that never do; ``others``: the
+    runs to compare these with.
     """
 
     def identity(run: RunRecord) -> Hashable:
@@ -66,10 +66,10 @@ def by_identity(
 
     alternatives: dict[Hashable, Alternative] = {}
     runs = [(identity(run), run) for run in records]
-    # A run that failed early has not recorded its ranks and nodes: assume those of other runs with the same request.
-    known = [*((identity(run), run) for run in others), *reversed(runs)]
-    sizes = {request: run.world_size for request, run in known if run.world_size}
-    nodes = {(request, run.world_size): len(run.nodes) for request, run in known if run.nodes}
+    # A run that failed early has not recorded its ranks and nodes: take them from other runs with the same request.
+    sources = [*((identity(run), run) for run in others), *reversed(runs)]
+    sizes = {request: run.world_size for request, run in sources if run.world_size}
+    nodes = {(request, run.world_size): len(run.nodes) for request, run in sources if run.nodes}
     for request, run in runs:
         size = run.world_size or sizes.get(request)
         on = len(run.nodes) or nodes.get((request, size))
@@ -84,18 +84,18 @@ def by_identity(
 def comparable(alternatives: Iterable[Alternative]) -> list[list[Alternative]]:
     """Group alternatives whose throughputs are comparable, in the order of their first runs; all must train.
 
-    They train a model of the same name and size on samples of the same size and the same global batch. Sizes that a run
-    has not recorded, because it failed early, are those of another run with the same options of model and data.
+    They train a model of the same name and size on samples of the same size with the same global batch. Sizes missing
+    from a run that failed early are taken from another run with the same options of model and data.
     """
-    runs = [(one.median_run, one) for one in alternatives]
-    known = {_trained(run): run for run, _ in runs if run.parameters}
+    runs = [(alternative.median_run, alternative) for alternative in alternatives]
+    complete = {_trained(run): run for run, _ in runs if run.parameters}
 
     def size(run: RunRecord) -> Hashable:
-        sized = run if run.parameters else known.get(_trained(run), run)
+        sized = run if run.parameters else complete.get(_trained(run), run)
         of_sample = run.option("data.image_size", int), sized.tokens_per_sample
         return run.model, sized.parameters, of_sample, run.requested_batch
 
-    return [*grouped((size(run), one) for run, one in runs).values()]
+    return [*grouped((size(run), alternative) for run, alternative in runs).values()]
 
 
 def _trained(run: RunRecord) -> str:
@@ -104,10 +104,7 @@ def _trained(run: RunRecord) -> str:
 
 
 def sweep_of(run: RunRecord) -> Path:
-    """Return the folder of a run's sweep; in a comparison of two alternating sides, the folder of its side.
-
-    There, each block of a side is a separate sweep.
-    """
+    """Return the folder of a run's sweep; in a comparison, whose blocks are separate sweeps, of its side."""
     folder = Path(run.directory).parent
     sweep = _around(folder) or folder
     return sweep.parent if run.option("repeat.series", str) else sweep
@@ -117,12 +114,12 @@ _around = cache(ledger.around)  # a sweep may have thousands of runs
 
 
 def name_of_sweep(run: RunRecord) -> str:
-    """Return the name of :func:`sweep_of`, resolved, so that it is the same by a link such as ``outputs/latest``."""
+    """Return the name of :func:`sweep_of`, with links such as ``outputs/latest`` resolved."""
     return sweep_of(run).resolve().name
 
 
 def _block(run: RunRecord) -> Hashable:
-    """Return a key by which runs are paired: the series and the block; unique for a run without a block."""
+    """Return the key that pairs runs: the series and the block; unique for a run without a block."""
     block = run.option("repeat.block", int)
     if block is None:
         return str(Path(run.directory))

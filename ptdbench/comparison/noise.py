@@ -1,7 +1,7 @@
-"""Noise between runs of the same configuration, stored in the user's cache by sweeps with repeats.
+"""Run-to-run noise of a configuration, stored in the user's cache by sweeps with repeats, to judge single runs by.
 
-Tables of single runs are judged by it. Long runs vary less than short ones, and large models less than small ones, so
-it holds only for runs of the same size on the same machine.
+Long runs vary less than short ones, and large models less than small ones, so it holds only for runs of the same size
+on the same machine.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _SWEEPS = 8
 
 
 def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Difference | None]:
-    """Return the differences of pairs of alternatives, by the noise of all alternatives of the same model.
+    """Return the differences of pairs of alternatives, given the noise of all alternatives of the same model.
 
     ``None`` for a pair in which one has fewer than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     """
-    models = grouped((pair[0].median_run.model, (id(one), one.sample)) for pair in pairs for one in pair)
+    models = grouped((pair[0].median_run.model, (id(side), side.sample)) for pair in pairs for side in pair)
     pools = {model: Pool([*dict(samples).values()]) for model, samples in models.items()}
     return [
-        pools[one.median_run.model].difference(one.sample, other.sample)
-        if min(len(one.sample), len(other.sample)) >= MIN_RUNS
+        pools[left.median_run.model].difference(left.sample, right.sample)
+        if min(len(left.sample), len(right.sample)) >= MIN_RUNS
         else None
-        for one, other in pairs
+        for left, right in pairs
     ]
 
 
@@ -54,13 +54,14 @@ class _OfSweep(Noise):
 
 def keep(alternatives: Sequence[Alternative]) -> None:
     """Cache the noise of a sweep's runs, for each size with enough runs; a full disk is ignored."""
-    several = (one for one in alternatives if len(one.sample) >= MIN_RUNS)
-    for group in grouped((json.dumps(_key(one.median_run), sort_keys=True), one) for one in several).values():
-        key = _key(group[0].median_run)
-        noise, marks = variation.noise([one.sample for one in group]), _marks(run for one in group for run in one.runs)
+    repeated = [alternative for alternative in alternatives if len(alternative.sample) >= MIN_RUNS]
+    sizes = grouped((json.dumps(_key(item.median_run), sort_keys=True), item) for item in repeated)
+    for group in sizes.values():
+        key, marks = _key(group[0].median_run), _marks(run for alternative in group for run in alternative.runs)
+        noise = variation.noise([alternative.sample for alternative in group])
         if noise.unpaired.freedom >= _LEAST_FREEDOM and noise.unpaired.squares:
             kept = _others(key, marks) | {min(marks): _OfSweep(noise.paired, noise.unpaired, marks)}
-            written = {name: msgspec.to_builtins(one) for name, one in [*kept.items()][-_SWEEPS:]}
+            written = {name: msgspec.to_builtins(of_sweep) for name, of_sweep in [*kept.items()][-_SWEEPS:]}
             with suppress(OSError):
                 cache.keep(_KIND, key, {"sweeps": written})
 
@@ -69,12 +70,12 @@ def look_up(runs: Iterable[RunRecord]) -> Noise | None:
     """Return the noise that other sweeps measured with runs of the same size on the same machine.
 
     Runs without throughput do not count. For runs of several sizes, return the noise of the noisiest size; ``None`` if
-    that of any size is unknown.
+    the noise of any size is unknown.
     """
     runs = [run for run in runs if run.throughput]
     keys = {json.dumps(key := _key(run), sort_keys=True): key for run in runs}
-    own = _marks(runs)  # their own noise must not count twice
-    of_sizes = [_others(key, own) for key in keys.values()]
+    marks = _marks(runs)  # the noise of these runs must not count twice
+    of_sizes = [_others(key, marks) for key in keys.values()]
     if not all(of_sizes):
         return None
     return max(
@@ -83,13 +84,13 @@ def look_up(runs: Iterable[RunRecord]) -> Noise | None:
 
 
 def _marks(runs: Iterable[RunRecord]) -> frozenset[str]:
-    """Return marks that identify sweeps, also moved ones: the start times of runs, or names if these are unknown."""
+    """Return marks that identify sweeps, even if moved: the start times of runs, else the names of the sweeps."""
     runs = [*runs]
     return frozenset(run.started for run in runs if run.started) or frozenset(map(name_of_sweep, runs))
 
 
 def _others(key: Mapping[str, object], marks: frozenset[str]) -> dict[str, _OfSweep]:
-    """Return the noise of each cached sweep without these marks, the latest last; invalid figures are skipped."""
+    """Return the noise of each cached sweep without these marks, the latest last; skip invalid figures."""
     sweeps = cache.look_up(_KIND, key).get("sweeps")
     noises = {}
     for sweep, written in (sweeps if isinstance(sweeps, dict) else {}).items():

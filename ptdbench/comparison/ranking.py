@@ -1,4 +1,4 @@
-"""The alternatives of a group, fastest first, and the certainty of their order, as all tables word it."""
+"""The alternatives of a group, fastest first, and the certainty of their order, in the words of all tables."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _WIDE = f"±>{_MOST:.0%}"
 
 
 def level_of(runs: Iterable[RunRecord]) -> float:
-    """Return the significance level for runs: smaller if ``repeat=auto`` has examined them several times."""
-    looked = [run for run in runs if run.option("repeat.runs", str) == "auto"]
-    most = [blocks for run in looked if (blocks := run.option("repeat.max", Degree))]
+    """Return the significance level for runs: smaller if ``repeat=auto`` has looked at them several times."""
+    examined = [run for run in runs if run.option("repeat.runs", str) == "auto"]
+    most = [blocks for run in examined if (blocks := run.option("repeat.max", Degree))]
     return level_of_look(max(most)) if most else LEVEL
 
 
@@ -35,13 +35,13 @@ def margin_text(margin: float | None) -> str:
     return f" ±{margin:.1%}" if margin <= _MOST else f" {_WIDE}"
 
 
-def interval_text(known: Comparison | None, decimals: int) -> str:
+def interval_text(comparison: Comparison | None, decimals: int) -> str:
     """Return the text after a ratio: `` (0.63-0.67)``, or empty if unknown."""
-    if known is None:
+    if comparison is None:
         return ""
-    if known.high / known.ratio - 1 > _MOST:
+    if comparison.high / comparison.ratio - 1 > _MOST:
         return f" ({_WIDE})"
-    return f" ({known.low:.{decimals}f}-{known.high:.{decimals}f})"
+    return f" ({comparison.low:.{decimals}f}-{comparison.high:.{decimals}f})"
 
 
 def share_text(share: float) -> str:
@@ -63,8 +63,8 @@ def _detected(share: float) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of an alternative in a ranking."""
+class Standing:
+    """The standing of an alternative in a ranking."""
 
     alternative: Alternative  #: The alternative.
     rank: tuple[int, int] | None = None  #: The best and the worst rank that it may have; ``None`` if no run is ok.
@@ -72,13 +72,13 @@ class Place:
     #: Upper half-width of the rate's confidence interval, as a share; ``None`` with fewer than
     #: :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     margin: float | None = None
-    ratio: float | None = None  #: Its rate over that of the first place; ``None`` if it has no rate.
+    ratio: float | None = None  #: Its rate over the first place's; ``None`` if it has no rate.
     against_best: Comparison | None = None  #: The same ratio with its interval, if there are enough runs.
     number: int | None = None  #: Its number among those with a rank.
-    faster: Collection[int] = ()  #: The numbers of alternatives that are known to be faster.
+    faster: Collection[int] = ()  #: The numbers of alternatives that are significantly faster.
 
-    def is_behind(self, other: Place) -> bool:
-        """Return whether it is known to be slower than the other, which is possible even if their ranks overlap."""
+    def is_behind(self, other: Standing) -> bool:
+        """Return whether it is significantly slower than the other, possible even if their ranks overlap."""
         return other.number in self.faster
 
 
@@ -86,54 +86,58 @@ class Place:
 class Ranking:
     """A ranking of alternatives, fastest first; those without a run that is ok come last."""
 
-    places: list[Place]  #: One for each alternative.
+    places: list[Standing]  #: One for each alternative.
     earlier: Noise | None  #: Noise of earlier sweeps on the same machine.
 
     @property
     def is_known(self) -> bool:
-        """Whether anything is known about the order relative to the first place."""
+        """Whether any comparison with the first place is possible."""
         return any(place.against_best for place in self.places)
 
 
 def rank(alternatives: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
     """Rank comparable alternatives; an order of single runs requires the noise of earlier sweeps."""
-    ok, level = [one for one in alternatives if one.sample], level_of(run for one in alternatives for run in one.runs)
-    samples, means = [one.sample for one in ok], [variation.geometric_mean(one.sample) or 0.0 for one in ok]
-    pool = Pool(samples, earlier)
+    level = level_of(run for alternative in alternatives for run in alternative.runs)
+    ok = [alternative for alternative in alternatives if alternative.sample]
+    samples = [alternative.sample for alternative in ok]
+    means, pool = [variation.geometric_mean(sample) or 0.0 for sample in samples], Pool(samples, earlier)
     faster = significance.faster(pool, samples, level)
     ranks = significance.ranks(faster)
     order = list(_in_order(faster, means))
     places = []
     for number in order:
-        apart = pool.difference(samples[number], samples[order[0]]) if number != order[0] else None
-        known = significance.compare(apart, level, pairs=math.comb(len(ok), 2)) if apart else None
-        places.append(Place(
+        difference = pool.difference(samples[number], samples[order[0]]) if number != order[0] else None
+        comparison = significance.compare(difference, level, pairs=math.comb(len(ok), 2)) if difference else None
+        places.append(Standing(
             alternative=ok[number],
             rank=ranks[number],
             rate=means[number],
             margin=significance.margin(pool, samples[number], level),
-            ratio=known.ratio if known else means[number] / means[order[0]],  # the former from common blocks only
-            against_best=known,
+            ratio=comparison.ratio if comparison else means[number] / means[order[0]],  # the former by common blocks
+            against_best=comparison,
             number=number,
             faster=faster[number],
         ))  # fmt: skip
-    return Ranking([*places, *(Place(one) for one in alternatives if not one.sample)], earlier)
+    return Ranking([*places, *(Standing(failed) for failed in alternatives if not failed.sample)], earlier)
 
 
 def of_models(alternatives: Iterable[Alternative]) -> list[Ranking]:
     """Rank each group of :func:`ptdbench.comparison.alternatives.comparable` separately."""
-    return [rank(some, noise.look_up(run for one in some for run in one.runs)) for some in comparable(alternatives)]
+    return [
+        rank(group, noise.look_up(run for alternative in group for run in alternative.runs))
+        for group in comparable(alternatives)
+    ]
 
 
 def _in_order(faster: Sequence[set[int]], means: Sequence[float]) -> Iterator[int]:
-    """Order by means, but none before one known to be faster, whose mean may suffer from a busier machine."""
+    """Order by means, but none before a significantly faster one, whose mean may suffer from a busier machine."""
     waiting = sorted(range(len(means)), key=lambda number: -means[number])
-    behind = [len(winners) for winners in faster]  # how many known to be faster are still waiting
+    behind = [len(winners) for winners in faster]  # how many significantly faster ones are still waiting
     while waiting:
         number = min(waiting, key=behind.__getitem__)  # none, unless pairs of different blocks form a circle
         waiting.remove(number)
-        for one in waiting:
-            behind[one] -= number in faster[one]
+        for other in waiting:
+            behind[other] -= number in faster[other]
         yield number
 
 
@@ -145,13 +149,13 @@ def remark(ranking: Ranking) -> str | None:
     counts = [len(place.alternative.sample) for place in ranked]
     if not any(place.against_best or place.faster for place in ranked):  # the first has too few runs
         return f"{_resolution(ranked)}: not ranked; repeat=5 ranks them"
-    said = [f"ranks: simultaneous {1 - LEVEL:.0%} confidence", _resolution(ranked)]
+    remarks = [f"ranks: simultaneous {1 - LEVEL:.0%} confidence", _resolution(ranked)]
     if min(counts) == 1 < max(counts):
-        said.append(f"single runs: {'judged by how much the others vary' if ranking.earlier else 'no rank'}")
+        remarks.append(f"single runs: {'ranked by the variation of the others' if ranking.earlier else 'no rank'}")
     elif max(counts) == 1 and ranking.earlier:
         earlier = share_text(math.expm1(min(ranking.earlier.unpaired.deviation, 700)))
-        said.append(f"judged by earlier runs, which differ by {earlier}")
-    return "; ".join(said)
+        remarks.append(f"ranked by the run-to-run variation of earlier sweeps, {earlier}")
+    return "; ".join(remarks)
 
 
 def _runs(fewest: int, most: int) -> str:
@@ -161,7 +165,7 @@ def _runs(fewest: int, most: int) -> str:
     return "one run" if most == 1 else plural(most, "run")
 
 
-def answer(named: Sequence[tuple[str, Place]], unit: str) -> str:
+def answer(named: Sequence[tuple[str, Standing]], unit: str) -> str:
     """Return which of the named places is fastest and by how much, as far as it is known; at least one has a rank."""
     ranked = [(name, place) for name, place in named if place.rank]
     leader, best = ranked[0]
@@ -185,7 +189,7 @@ def answer(named: Sequence[tuple[str, Place]], unit: str) -> str:
     return f"{leader} is fastest: {_times(behind, second, is_inverse=True)}{apart}"
 
 
-def _times(place: Place, reference: str, is_inverse: bool = False) -> str:
+def _times(place: Standing, reference: str, is_inverse: bool = False) -> str:
     """``0.77x ddp (95 %: 0.71 to 0.83)``; inverse: how many times as fast the first place is."""
     known = place.against_best
     ratio, *ends = [place.ratio or 1.0, *([known.low, known.high] if known else [])]
@@ -196,7 +200,7 @@ def _times(place: Place, reference: str, is_inverse: bool = False) -> str:
     return f"{ratio:.{decimals}f}x {reference}{interval}"
 
 
-def _resolution(ranked: Sequence[Place]) -> str:
+def _resolution(ranked: Sequence[Standing]) -> str:
     """Return which differences the runs detect, or how many runs each had if that is unknown."""
     counts = [len(place.alternative.sample) for place in ranked]
     each = f"{_runs(min(counts), max(counts))} each"

@@ -4,7 +4,7 @@ With several pairs, the level is family-wise (S. Holm, "A simple sequentially re
 Scandinavian Journal of Statistics 6, 1979). The resulting ranges of ranks hold simultaneously (D. Al Mohamad,
 J. Goeman and E. van Zwet, "Simultaneous confidence intervals for ranks", Biometrics 78, 2022).
 
-``make ranks-truth`` measures the rates of false positives and of detections.
+``make ranks-truth`` measures the rates of false positives and detections.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from itertools import chain, combinations
 
 from ptdbench.comparison.variation import MIN_RUNS, Difference, Pool, Sample
 
-#: The probability of seeing any difference where there is none.
+#: The probability of any false positive.
 LEVEL = 0.05
 
-#: The probability of seeing a difference of the size :attr:`Comparison.detectable`.
+#: The probability of detecting a difference of :attr:`Comparison.detectable`.
 POWER = 0.9
 
-#: The critical value above which the normal part of noncentral t is neglected: SciPy's quantile slows down, and hangs.
+#: The critical value above which the normal part of noncentral t is neglected: there SciPy's quantile hangs.
 _WIDE = 100.0
 
 
@@ -36,16 +36,15 @@ class Comparison:
     high: float  #: Upper end of the interval.
     runs: int  #: Pairs of runs, or runs of the side with fewer.
     is_paired: bool  #: Whether runs of the same block were compared.
-    #: The smallest difference, as a share, that would have been seen with probability :data:`POWER`, given the number
-    #: of pairs compared. As the variation is itself an estimate, its upper limit is used.
+    #: The smallest difference, as a share, that is detected with probability :data:`POWER`, given the number of pairs
+    #: and the upper limit of the estimated variation.
     detectable: float
 
 
 def compare(difference: Difference, level: float = LEVEL, pairs: int = 1) -> Comparison:
     """Return a difference's confidence interval, at confidence ``1 - level``, and the detectable difference.
 
-    ``pairs`` is the number of pairs compared by :func:`differing`: with more pairs, a difference must be larger to be
-    detectable.
+    ``pairs``: the number of pairs compared by :func:`differing`; with more, only larger differences are detectable.
     """
     margin = difference.error * _quantile(difference.freedom, 1 - level / 2)
     return Comparison(
@@ -61,8 +60,8 @@ def compare(difference: Difference, level: float = LEVEL, pairs: int = 1) -> Com
 def margin(pool: Pool, sample: Sample, level: float = LEVEL) -> float | None:
     """Return the upper half-width of the confidence interval of a configuration's geometric mean, as a share.
 
-    It holds for further runs of the same sweep; on another day the machine may behave differently. ``None`` with fewer
-    than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
+    It holds for further runs of the same sweep, not for another day. ``None`` with fewer than
+    :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     """
     estimate = pool.mean_error(sample)
     if estimate is None:
@@ -72,45 +71,47 @@ def margin(pool: Pool, sample: Sample, level: float = LEVEL) -> float | None:
 
 
 def faster(pool: Pool, samples: Sequence[Sample], level: float = LEVEL) -> list[set[int]]:
-    """Return, for each configuration of a pool, the indices of those that are known to have a larger figure.
+    """Return, for each configuration of a pool, the indices of those with a significantly larger figure.
 
-    The probability of any false statement is at most ``level``, over all pairs together.
+    The probability of any false positive is at most ``level``, over all pairs together.
     """
     winners: list[set[int]] = [set() for _ in samples]
     judged = [place for place, sample in enumerate(samples) if pool.is_enough(sample)]
     pairs = list(combinations(judged, 2))
-    signs = differing([pool.difference(samples[one], samples[other]) for one, other in pairs], level)
-    for (one, other), sign in zip(pairs, signs, strict=True):
+    signs = differing([pool.difference(samples[left], samples[right]) for left, right in pairs], level)
+    for (left, right), sign in zip(pairs, signs, strict=True):
         if sign:
-            winner, loser = (one, other) if sign > 0 else (other, one)
+            winner, loser = (left, right) if sign > 0 else (right, left)
             winners[loser].add(winner)
     return winners
 
 
 def ranks(faster: Sequence[set[int]]) -> list[tuple[int, int]]:
-    """Return the best and the worst rank that each configuration may have; 1 is the rank of the largest figure.
+    """Return the best and the worst rank that each configuration may have; the largest figure has rank 1.
 
-    The probability that any of the true ranks is outside its range is at most the level of :func:`faster`. A
-    configuration that differs from no other has the range ``(1, len(faster))``.
+    The probability that any true rank is outside its range is at most the level of :func:`faster`. A configuration
+    that differs from no other has the range ``(1, len(faster))``.
     """
     slower = Counter(chain.from_iterable(faster))
     return [(1 + len(winners), len(faster) - slower[place]) for place, winners in enumerate(faster)]
 
 
 def differing(differences: Sequence[Difference | None], level: float = LEVEL) -> list[int]:
-    """Compare all pairs: 1 if the first is larger, -1 if the second is, 0 if no difference is seen or known.
+    """Compare all pairs: 1 if the first is larger, -1 if the second is, 0 without a significant difference.
 
     The probability of any false positive is at most ``level``, over all pairs together.
     """
-    known = [one for one in differences if one]
-    adjusted = iter(holm(p_values(known)))
-    return [(1 if one.mean > 0 else -1) if one and next(adjusted) <= level else 0 for one in differences]
+    adjusted = iter(holm(p_values([difference for difference in differences if difference])))
+    return [
+        (1 if difference.mean > 0 else -1) if difference and next(adjusted) <= level else 0
+        for difference in differences
+    ]
 
 
 def chance_of_failures(was: int, before: int, now: int, after: int) -> float:
     """Return the p value of ``now`` failures in ``after`` runs after a change, given ``was`` in ``before`` runs before.
 
-    By Fisher's exact test, one-sided; the null hypothesis is that the change has no effect.
+    By Fisher's one-sided exact test; under the null hypothesis the change has no effect.
     """
     failed = was + now
     splits = (math.comb(after, more) * math.comb(before, failed - more) for more in range(now, min(failed, after) + 1))
@@ -118,7 +119,7 @@ def chance_of_failures(was: int, before: int, now: int, after: int) -> float:
 
 
 def holm(chances: Sequence[float]) -> list[float]:
-    """Adjust the p values of several tests by Holm's method: significant are those that are at most the level."""
+    """Adjust the p values of several tests by Holm's method, for comparison with the family-wise level."""
     adjusted, largest = [0.0] * len(chances), 0.0
     for done, place in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
         largest = max(largest, (len(chances) - done) * chances[place])
@@ -129,8 +130,7 @@ def holm(chances: Sequence[float]) -> list[float]:
 def interim_looks(most: int) -> list[int]:
     """Return the numbers of blocks after which ``repeat=auto`` checks whether it may stop, the last being ``most``.
 
-    They are far enough apart for each look to have more information, and few enough for each to have a fair share of
-    the level.
+    Each look has substantially more information, and there are few enough for each to have a fair share of the level.
     """
     looks = [most]
     while (earlier := int(looks[0] / 1.6)) >= MIN_RUNS:
@@ -147,10 +147,10 @@ def p_values(differences: Sequence[Difference]) -> list[float]:
     """Return the two-sided p value of each difference."""
     if not differences:
         return []
-    from scipy import special  # imported late, as tables of single runs do without: it takes a quarter of a second
+    from scipy import special  # imported late: it takes a quarter of a second, which tables of single runs save
 
-    statistics = [math.inf if one.mean and not one.error else abs(one.mean) / (one.error or 1.0) for one in differences]
-    chances = special.stdtr([one.freedom for one in differences], [-size for size in statistics])
+    statistics = [math.inf if d.mean and not d.error else abs(d.mean) / (d.error or 1.0) for d in differences]
+    chances = special.stdtr([difference.freedom for difference in differences], [-size for size in statistics])
     return [2 * chance for chance in chances.tolist()]
 
 
@@ -171,7 +171,7 @@ def _caution(freedom: float) -> float:
 def _detectable(error: float, freedom: float, level: float) -> float:
     """Return the smallest difference, as a share, that a two-sided t test detects with probability :data:`POWER`.
 
-    By the noncentral t distribution, whose parameter is the true difference over the standard error.
+    By the noncentral t distribution; its parameter is the true difference over the standard error.
     """
     from scipy import special
 

@@ -4,11 +4,11 @@ The unit is the run: steps of one run share its processes, its memory and its ne
 little about the next run (T. Kalibera and R. Jones, "Rigorous benchmarking in reasonable time", ISMM 2013). Logarithms
 are compared, because a busy machine slows all configurations by a factor.
 
-Runs of a sweep are a two-way layout, ``log figure = configuration + block + residual``: a block is so short that a
-drift of the machine affects all of it. Three runs of a pair say little about their variance. The variance of all other
-runs of the sweep is added as a prior with its own degrees of freedom (G. Smyth, "Linear models and empirical Bayes
-methods for assessing differential expression in microarray experiments", Statistical Applications in Genetics and
-Molecular Biology 3, 2004). Earlier sweeps on the machine only judge single runs, which have no variance of their own.
+Runs of a sweep are a two-way layout, ``log figure = configuration + block + residual``: a block is so short that drift
+of the machine affects all of it. As three runs of a pair say little about their variance, the variance of the sweep's
+other runs is added as a prior with its own degrees of freedom (G. Smyth, "Linear models and empirical Bayes methods for
+assessing differential expression in microarray experiments", Statistical Applications in Genetics and Molecular Biology
+3, 2004). Earlier sweeps on the machine only judge single runs, which have no variance of their own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import NamedTuple
 from ptdbench.grouping import grouped
 from ptdbench.records.schema import Quantity
 
-#: Minimum number of runs per side of a verdict, or of a mean with an interval: with two it is 13 standard errors wide.
+#: Minimum number of runs for a verdict or an interval, per side: with two it is 13 standard errors wide.
 MIN_RUNS = 3
 
 #: Maximum degrees of freedom of the prior. In Smyth's model, the variances of nine in ten configurations are then
 #: between 0.52 and 2.9 times the common variance, by the quantiles of chi-squared. Smyth estimates this parameter from
-#: thousands of variances, which a sweep does not have.
+#: thousands of variances; a sweep has too few.
 PRIOR_FREEDOM = 8
 
 #: The figure of each run of a configuration, greater than 0, by block; runs without a block have unique keys.
@@ -54,17 +54,17 @@ class Spread:
         freedom = max(self.freedom - part.freedom, 0.0)
         return Spread(max(self.squares - part.squares, 0.0), freedom) if freedom else Spread()  # only rounding is left
 
-    def as_prior(self, own: Spread | None = None) -> Spread:
+    def as_prior(self, measured: Spread | None = None) -> Spread:
         """Return the same variance with the degrees of freedom that it has as a prior for other runs.
 
-        The variance of its logarithm is about ``2 / freedom``, and that among configurations ``2 / PRIOR_FREEDOM``;
-        they add up. Beside runs with a variance of their own, it counts for at most twice their degrees of freedom, and
-        two thirds of its own, as the residuals of a block share its mean: otherwise a configuration of 100 times the
+        The variance of its logarithm is about ``2 / freedom``, and ``2 / PRIOR_FREEDOM`` among configurations; they
+        add up. For runs with a ``measured`` variance, it counts for at most twice their degrees of freedom, and two
+        thirds of its own, as the residuals of a block share its mean: otherwise a configuration of 100 times the
         variance would seem to differ from the others in up to one of ten sweeps (``make ranks-truth``).
         """
         share = PRIOR_FREEDOM / (PRIOR_FREEDOM + self.freedom)
-        if own and own.freedom:
-            share = min(share, 2 * own.freedom / (3 * own.freedom + self.freedom))
+        if measured and measured.freedom:
+            share = min(share, 2 * measured.freedom / (3 * measured.freedom + self.freedom))
         return Spread(self.squares * share, self.freedom * share)
 
 
@@ -72,15 +72,15 @@ class Spread:
 class Noise:
     """The random variation between runs of the same configuration."""
 
-    paired: Spread = Spread()  #: Variation that neither the configuration nor the block explains.
-    unpaired: Spread = Spread()  #: Variation that the configuration does not explain, drift of the machine included.
+    paired: Spread = Spread()  #: Variation not explained by configuration and block.
+    unpaired: Spread = Spread()  #: Variation not explained by the configuration, including drift of the machine.
 
     def __add__(self, other: Noise) -> Noise:
         return Noise(self.paired + other.paired, self.unpaired + other.unpaired)
 
 
 class Difference(NamedTuple):
-    """The difference of two configurations; a cheap tuple, as ranking a thousand takes half a million of them."""
+    """The difference of two configurations; a cheap tuple, as ranking a thousand takes half a million."""
 
     mean: float  #: Mean logarithm of the first one's figure over the other's.
     error: float  #: Standard error of the mean.
@@ -98,7 +98,7 @@ class _Moments(NamedTuple):
 
 
 class Pool:
-    """Configurations of one model to compare, each with its runs, and the noise of these and of earlier runs."""
+    """Configurations of one model to compare, each with its runs, and the noise of these and earlier runs."""
 
     def __init__(self, samples: Sequence[Sample], earlier: Noise | None = None) -> None:
         self._samples = samples  # keeps the ids below valid
@@ -111,33 +111,33 @@ class Pool:
         """Return whether there are enough runs to compare the configuration."""
         return len(sample) >= self._least
 
-    def difference(self, one: Sample, other: Sample) -> Difference | None:
+    def difference(self, left: Sample, right: Sample) -> Difference | None:
         """Compare two configurations, by their common blocks if there are enough, or neither has other runs.
 
-        The variance is that of this pair, with that of all others only as a prior, so that quiet configurations do not
-        make a noisy one look quiet (P. Games and J. Howell, Journal of Educational Statistics 1, 1976). ``None`` if one
-        has a single run, or none, and there is no noise from earlier ones.
+        The variance is the pair's, with all others only as a prior, so that quiet configurations do not make a noisy
+        one look quiet (P. Games and J. Howell, Journal of Educational Statistics 1, 1976). ``None`` if one has a single
+        run, or none, and there is no noise from earlier sweeps.
         """
-        if not (self.is_enough(one) and self.is_enough(other)):
+        if not (self.is_enough(left) and self.is_enough(right)):
             return None
-        common = one.keys() & other.keys()
-        is_paired = len(common) >= min(MIN_RUNS, max(len(one), len(other)))
+        common = left.keys() & right.keys()
+        is_paired = len(common) >= min(MIN_RUNS, max(len(left), len(right)))
         if is_paired:
-            apart = _spread([math.log(one[block] / other[block]) for block in common])
-            own = Spread(apart.spread.squares / 2, apart.spread.freedom)
-            mean, runs, scale = apart.mean, apart.runs, 2 / apart.runs
-            known = self._moderated(own, self._noise.paired - own, self._earlier.paired)
+            pairs = _spread([math.log(left[block] / right[block]) for block in common])
+            measured = Spread(pairs.spread.squares / 2, pairs.spread.freedom)
+            mean, runs, scale = pairs.mean, pairs.runs, 2 / pairs.runs
+            spread = self._moderated(measured, self._noise.paired - measured, self._earlier.paired)
         else:
-            sides = [self._moments[id(sample)] for sample in (one, other)]
+            sides = [self._moments[id(sample)] for sample in (left, right)]
             mean, runs = sides[0].mean - sides[1].mean, min(side.runs for side in sides)
             scale = sum(1 / side.runs for side in sides)
-            own, others = _welch(*sides), self._noise.unpaired
-            if own.freedom:  # otherwise one is a single run, and the other among those that tell its variance
+            measured, others = _welch(*sides), self._noise.unpaired
+            if measured.freedom:  # otherwise a side is a single run, and the other side helps to estimate its variance
                 others = others - sides[0].spread - sides[1].spread
-            known = self._moderated(own, others, self._earlier.unpaired)
-        if not known.freedom:
+            spread = self._moderated(measured, others, self._earlier.unpaired)
+        if not spread.freedom:
             return None
-        return Difference(mean, known.deviation * math.sqrt(scale), known.freedom, runs, is_paired)
+        return Difference(mean, spread.deviation * math.sqrt(scale), spread.freedom, runs, is_paired)
 
     def mean_error(self, sample: Sample) -> tuple[float, float] | None:
         """Return the standard error of the mean logarithm of a configuration, and its degrees of freedom.
@@ -146,19 +146,19 @@ class Pool:
         """
         if len(sample) < MIN_RUNS:
             return None
-        own = self._moments[id(sample)]
-        others = self._noise.unpaired - own.spread
-        known = own.spread + others.as_prior(own.spread)
-        return known.deviation / math.sqrt(own.runs), known.freedom
+        moments = self._moments[id(sample)]
+        others = self._noise.unpaired - moments.spread
+        spread = moments.spread + others.as_prior(moments.spread)
+        return spread.deviation / math.sqrt(moments.runs), spread.freedom
 
     @staticmethod
-    def _moderated(own: Spread, others: Spread, earlier: Spread) -> Spread:
+    def _moderated(measured: Spread, others: Spread, earlier: Spread) -> Spread:
         """Return Smyth's moderated variance: the average of both estimates, weighted by degrees of freedom.
 
-        Earlier sweeps count only where today's runs say nothing. Two or three runs cannot tell whether these are of
-        quieter days, whose small variance shows differences where there are none, or of noisier ones, which hide them.
+        Earlier sweeps count only where today's runs say nothing: two or three runs cannot tell whether the machine was
+        quieter then, which would give false positives, or noisier, which would hide differences.
         """
-        return own + others.as_prior(own) if own.freedom or others.freedom else earlier.as_prior()
+        return measured + others.as_prior(measured) if measured.freedom or others.freedom else earlier.as_prior()
 
 
 def noise(samples: Sequence[Sample]) -> Noise:
@@ -177,7 +177,7 @@ def _two_way(samples: Sequence[Sample]) -> Spread:
     """Return the spread of the residuals of ``log figure = configuration + block``, by least squares.
 
     The means of configurations and of blocks are subtracted alternately: one pass is exact if every configuration has a
-    run in every block; otherwise the passes converge.
+    run in every block; otherwise passes converge.
     """
     shared = {block for block, count in Counter(block for sample in samples for block in sample).items() if count > 1}
     rows = [{block: math.log(sample[block]) for block in sample.keys() & shared} for sample in samples]
@@ -199,7 +199,7 @@ def _two_way(samples: Sequence[Sample]) -> Spread:
 
 
 def _unconnected(rows: Sequence[Sample]) -> int:
-    """Return the number of parts without common blocks, such as separate sweeps, each of which has its own mean."""
+    """Return the number of parts without common blocks, such as separate sweeps, each with a mean of its own."""
     parts: list[set[Hashable]] = []
     for row in rows:
         touching = [part for part in parts if not part.isdisjoint(row)]
@@ -207,20 +207,20 @@ def _unconnected(rows: Sequence[Sample]) -> int:
     return len(parts)
 
 
-def _welch(one: _Moments, other: _Moments) -> Spread:
+def _welch(left: _Moments, right: _Moments) -> Spread:
     """Return the variance of a run, from two configurations with different variances, by Welch's method.
 
-    His degrees of freedom are too many beside few runs that happen to be alike, and limited: to 1 for two runs, for
-    which his test would be wrong in one of ten cases, and to 4 for three, as for three runs each.
+    His degrees of freedom are too many if a side has few runs that happen to be alike, so they are limited: to 1 for
+    two runs, for which his test would be wrong in one of ten cases, and to 4 for three, as for three runs each.
     """
-    sides, fewest = (one, other), min(one.runs, other.runs)
+    sides, fewest = (left, right), min(left.runs, right.runs)
     if fewest < 2:
         return Spread()
     parts = [side.spread.deviation**2 / side.runs for side in sides]
     squared = sum(part**2 / side.spread.freedom for part, side in zip(parts, sides, strict=True))
-    freedom = sum(parts) ** 2 / squared if squared else one.spread.freedom + other.spread.freedom
+    freedom = sum(parts) ** 2 / squared if squared else left.spread.freedom + right.spread.freedom
     freedom = min(freedom, (fewest - 1) ** 2)
-    return Spread(sum(parts) / (1 / one.runs + 1 / other.runs) * freedom, freedom)
+    return Spread(sum(parts) / (1 / left.runs + 1 / right.runs) * freedom, freedom)
 
 
 def _moments(sample: Sample) -> _Moments:
@@ -228,6 +228,6 @@ def _moments(sample: Sample) -> _Moments:
 
 
 def _spread(logs: Sequence[float]) -> _Moments:
-    """Return the mean of logarithms, and their spread around it."""
+    """Return the mean and spread of logarithms."""
     mean = math.fsum(logs) / len(logs)
     return _Moments(mean, Spread(math.fsum((log - mean) ** 2 for log in logs), len(logs) - 1), len(logs))

@@ -38,13 +38,9 @@ class ImageArrays(Images):
     A subclass defines :meth:`read` and the attributes below.
     """
 
-    #: Mean red, green and blue of the training images, where white is 1.
-    mean: ClassVar[Sequence[float]]
-    #: Standard deviations of these, in the same unit.
-    std: ClassVar[Sequence[float]]
-
-    #: Number of different labels.
-    classes: ClassVar[int]
+    mean: ClassVar[Sequence[float]]  #: Mean red, green and blue of the training images, where white is 1.
+    std: ClassVar[Sequence[float]]  #: Their standard deviations, in the same unit.
+    classes: ClassVar[int]  #: Number of different labels.
 
     def __init__(self, *, seed: int, padding: int, flip: bool, channels_last: bool) -> None:
         """Set options that the subclass has checked: ``padding`` is the largest shift of an image in pixels."""
@@ -55,7 +51,7 @@ class ImageArrays(Images):
 
     @abstractmethod
     def read(self, *, held_out: bool) -> Labeled:
-        """Return the training images, or the held-out images, of which there may be none."""
+        """Return the training images, or the held-out images, if any."""
 
     @property
     def held_out(self) -> HeldOut | None:
@@ -82,13 +78,12 @@ class ImageArrays(Images):
     def suiting(self, *, classes: int, image_size: int) -> list[Problem]:
         """Return the problems of a model with this number of classes and image size.
 
-        Such a model might run without an error, but its loss would cover classes that never occur, and its FLOPs
-        would be counted for images of another size.
+        It might run, but its loss would cover classes that never occur, and its FLOPs be of images of another size.
         """
         problems = []
         for option, value, needed in (("classes", classes, self.classes), ("image_size", image_size, self.image_size)):
             if value != needed:
-                rule = f"the model's must be that of these images, {needed}"
+                rule = f"the model's must match these images, {needed}"
                 problems.append(Problem(option, value, rule, try_these([f"model.{option}={needed}"])))
         return problems
 

@@ -47,11 +47,8 @@ class Cifar10(ImageArrays):
         classes: int = 10,
         image_size: int = 32,
     ) -> None:
-        """Check the options of ``conf/data/cifar10.yaml``; raises a ConfigError with every invalid one.
-
-        Nothing is read or downloaded before :meth:`prepare`.
-        """
-        remedy = "give data.root=FOLDER with cifar-10-python.tar.gz or cifar-10-batches-py in it, or data.download=true"
+        """Check the options of ``conf/data/cifar10.yaml``; raise ConfigError with every invalid one."""
+        remedy = "set data.root=FOLDER with cifar-10-python.tar.gz or cifar-10-batches-py in it, or data.download=true"
         require(
             *at_least(0, seed=seed, padding=padding),
             None if download else missing_folder(root, "CIFAR-10", remedy),
@@ -73,10 +70,9 @@ class Cifar10(ImageArrays):
         return hashlib.sha256("".join(md5 for _, md5 in self._files()).encode()).hexdigest()
 
     def prepare(self) -> None:
-        """Have torchvision unpack the archive, after downloading it if ``download`` is set, unless that is done.
+        """Unpack the archive, after downloading it if ``download`` is set, unless all files exist.
 
-        May be called by several processes at once: one does the work, and the others wait. If all files exist, nothing
-        is written.
+        Of several processes, one does the work, and the others wait.
 
         Raises:
             ConfigError: There is no complete archive, it cannot be downloaded, or the folder is not writable.
@@ -87,8 +83,8 @@ class Cifar10(ImageArrays):
             return
         reader = self.reader()
         if not self.download and not check_integrity(self.root / reader.filename, reader.tgz_md5):
-            rule = f"neither {reader.base_folder} nor {reader.filename} in it is complete and unchanged"
-            remedy = "put a complete archive there, or give data.download=true"
+            rule = f"has neither {reader.base_folder} nor {reader.filename}, complete and unchanged"
+            remedy = "put a complete archive there, or set data.download=true"
             raise ConfigError([Problem("root", self.root, rule, remedy)])
         patience = socket.getdefaulttimeout()
         try:
@@ -98,18 +94,18 @@ class Cifar10(ImageArrays):
                 if not self._is_unpacked():  # another process may have done it meanwhile
                     download_and_extract_archive(reader.url, self.root, filename=reader.filename, md5=reader.tgz_md5)
         except (OSError, RuntimeError, HTTPException) as error:  # RuntimeError: the MD5 of the download is wrong
-            rule = f"{reader.filename} could not be {'downloaded or ' if self.download else ''}unpacked: {error}"
-            remedy = "put a complete archive there, which needs no download" if self.download else ""
+            rule = f"cannot {'download or ' if self.download else ''}unpack {reader.filename}: {error}"
+            remedy = "put a complete archive there" if self.download else ""
             raise ConfigError([Problem("root", self.root, rule, remedy)]) from error
         finally:
             socket.setdefaulttimeout(patience)
 
     def read(self, *, held_out: bool) -> Labeled:
-        """Return one part of the images; raises ConfigError if files are missing or were changed."""
+        """Return one part of the images; raise ConfigError if files are missing or were changed."""
         try:
             images = self.reader()(self.root, train=not held_out)
         except RuntimeError as error:  # raised before reading a file with a wrong checksum
-            rule = f"{self.reader().base_folder} in it lacks files or was changed"
+            rule = f"its {self.reader().base_folder} has missing or changed files"
             raise ConfigError([Problem("root", self.root, rule)]) from error
         return Labeled(np.ascontiguousarray(images.data), np.array(images.targets, np.int64))
 

@@ -1,4 +1,4 @@
-"""Text on disk: its files and documents, their identity and their bytes; and tokens, by a Hugging Face tokenizer."""
+"""Text on disk: its files and documents, their identity and bytes; and tokens, by a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ptdbench.data.tokens import TokenChunk
 from ptdbench.problems import ConfigError, Problem, try_these
 from ptdbench.terminal import echo, redraws
 
-SEPARATOR = b"\0"  # ends every document that is read as bytes; text does not contain it
+SEPARATOR = b"\0"  # ends every document that is read as bytes; not part of text
 
 # A document may be larger than memory. A tokenizer processes one block per core at a time and takes some 60 bytes of
 # memory per byte of text: larger blocks would leave cores idle and fill memory.
@@ -57,10 +57,10 @@ class Document(NamedTuple):
 
 
 class TextBlock(NamedTuple):
-    """A block of a document, cut at the end of a line if possible."""
+    """A block of a document, up to the end of a line if possible."""
 
     text: bytes
-    size: int  # bytes on disk that it accounts for; they sum to the size of the document
+    size: int  # bytes on disk; they sum to the size of the document
     is_last: bool  # whether it is the last block of its document
 
 
@@ -70,10 +70,9 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """The documents of some files whose place is at least ``start`` and below ``stop``; by default all of them.
+    """The documents of some files whose place is at least ``start`` and below ``stop``; by default all.
 
-    Each iteration reads ``.jsonl`` files again, line by line, and raises OSError if one cannot be read; other files are
-    not opened.
+    Each iteration reads ``.jsonl`` files again, line by line, and may raise OSError; other files are not opened.
     """
 
     files: Sequence[File]
@@ -89,13 +88,13 @@ class Part:
 
 
 def standard_library() -> list[File]:
-    """List the Python sources of the standard library that runs this program; empty if only bytecode is installed."""
+    """Return the Python sources of this program's standard library; empty if only bytecode is installed."""
     root = Path(sysconfig.get_path("stdlib")).resolve()
     return _files(root, _walk(root, without=_NOT_THE_LIBRARY, suffix=".py"))
 
 
 def files_at(root: Path) -> list[File]:
-    """List the file ``root``, or all files below the folder that are neither hidden nor empty; raises OSError."""
+    """Return the file ``root``, or all files below the folder that are neither hidden nor empty; may raise OSError."""
     return _files(root, _walk(root)) if root.is_dir() else _files(root.parent, [root])
 
 
@@ -106,10 +105,10 @@ def identity(files: Iterable[File]) -> str:
 
 
 def split(files: Sequence[File], share: float) -> tuple[Part, Part]:
-    """Split the documents of files into training and held-out parts; about ``share`` of them is held out.
+    """Split the documents of files into training and held-out parts; hold out about ``share`` of them.
 
-    The assignment depends only on a document's name, so it does not change when others are added or removed. Only if
-    the share, above 0 and below 1, would leave a part empty, one document is reassigned, which depends on the others.
+    The assignment depends only on a document's name, so it does not change when others are added or removed, unless
+    one must be reassigned because a part would be empty.
 
     Raises:
         ConfigError: There are fewer than two documents; the option is ``held_out``.
@@ -117,7 +116,7 @@ def split(files: Sequence[File], share: float) -> tuple[Part, Part]:
     """
     places = np.fromiter((document.place for document in Part(files)), np.uint64)
     if places.size < 2:
-        rule = "the text is a single document, which is not split"
+        rule = "the text is a single document, which cannot be split"
         remedy = "try 0, or a folder of several files (split -l 1000 splits a file), or a .jsonl file of several lines"
         raise ConfigError([Problem("held_out", share, rule, remedy)])
     cut = min(max(int(share * _PLACES), int(places.min()) + 1), int(places.max()))
@@ -140,7 +139,7 @@ def blocks(documents: Iterable[Document]) -> Iterator[TextBlock]:
 
 
 def byte_tokens(documents: Iterable[Document]) -> Iterator[TokenChunk]:
-    """Yield the bytes of all documents, each followed by :data:`SEPARATOR`, as uint8; raises as :func:`blocks`."""
+    """Yield the bytes of all documents, each followed by :data:`SEPARATOR`, as uint8; raise like :func:`blocks`."""
     for block in blocks(documents):
         text = block.text + SEPARATOR if block.is_last else block.text
         yield TokenChunk(np.frombuffer(text, np.uint8), len(text))
@@ -167,12 +166,12 @@ def _read_line(path: Path, number: int, line: bytes) -> Iterator[bytes]:
     try:
         text = json.loads(line.decode(errors="replace"))["text"].encode(errors="replace")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise Malformed(f'{path}, line {number}: is not a JSON object whose "text" is a string') from None
+        raise Malformed(f'{path}, line {number}: not a JSON object with a string "text"') from None
     yield from _cut(io.BytesIO(text))
 
 
 def _cut(stream: BinaryIO) -> Iterator[bytes]:
-    """Cut a stream into non-empty blocks of at most :data:`_BLOCK_BYTES`."""
+    """Split a stream into non-empty blocks of at most :data:`_BLOCK_BYTES`."""
     rest = b""
     while read := stream.read(_BLOCK_BYTES - len(rest)):
         block = rest + read
@@ -192,7 +191,7 @@ def _block_end(block: bytes) -> int:
 
 
 def _files(root: Path, paths: Iterable[Path]) -> list[File]:
-    """List the non-empty files among ``paths``, in an order that does not depend on the file system."""
+    """Return the non-empty files among ``paths``, in an order that does not depend on the file system."""
     files = []
     for path in paths:
         if path.is_file():  # skip broken links and pipes, which would never end
@@ -206,7 +205,7 @@ def _walk(
 ) -> Iterator[Path]:
     """Yield every file with that suffix below ``root``, except hidden files and those in folders ``without``.
 
-    Links to folders are followed, except to folders ``above``, as such a cycle would never end.
+    Links to folders are followed, except to folders ``above``: such a cycle would never end.
     """
     above |= {root.resolve()}
     for entry in os.scandir(root):
@@ -232,20 +231,19 @@ class Tokenizer:
     """A tokenizer from a ``tokenizer.json``."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file; raises ConfigError for ``tokenizer`` if it does not exist or is not a tokenizer."""
+        """Read the file; raise ConfigError for ``tokenizer`` if it does not exist or is not a tokenizer."""
         import tokenizers
 
         content = _content(path)
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises nothing more specific
-            rule = f"is not a tokenizer.json of Hugging Face tokenizers: {error}"
+            rule = f"is not a Hugging Face tokenizer.json: {error}"
             raise ConfigError([Problem("tokenizer", path, rule)]) from None
         self._tokenizer.no_truncation()  # a file may truncate to 512 tokens, which would lose text
         self._tokenizer.no_padding()
         self.digest = hashlib.sha256(content).hexdigest()  #: SHA-256 of the file, in hexadecimal digits.
-        # Not get_vocab_size(): token ids may have gaps, and the model needs an entry for the largest.
-        #: Size of the vocabulary: the largest token id plus one.
+        #: Size of the vocabulary: the largest token id plus one, as ids may have gaps.
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         #: The smallest unsigned integer type that holds all tokens: 16 or 32 bits.
         self.dtype = np.dtype(np.uint16 if self.size <= 1 << 16 else np.uint32)
@@ -256,8 +254,8 @@ class Tokenizer:
     def pieces(self, documents: Part, name: str) -> Iterator[TokenChunk]:
         """Yield the tokens of all documents in order; report progress on standard error if it takes long.
 
-        Documents are cut into blocks, usually at the end of a line, and each block is tokenized separately. Invalid
-        UTF-8 becomes the replacement character.
+        Documents are split into blocks, usually at the end of a line, which are tokenized separately. Invalid UTF-8
+        becomes the replacement character.
 
         Raises:
             OSError, Malformed: As for :func:`ptdbench.data.corpus.blocks`.
@@ -286,7 +284,7 @@ def _content(path: Path) -> bytes:
         inside = path / "tokenizer.json"
         rule, remedy = "is a folder", try_these([inside] if inside.is_file() else [])
     except OSError as error:
-        rule, remedy = str(error), "it is the path of a tokenizer.json, not the name of a model"
+        rule, remedy = str(error), "give the path of a tokenizer.json, not the name of a model"
     raise ConfigError([Problem("tokenizer", path, rule, remedy)])
 
 
@@ -306,9 +304,9 @@ def _batches(every: Iterable[TextBlock]) -> Iterator[list[TextBlock]]:
 
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Report the progress of tokenizing ``total`` bytes, if they are many; yields a function to call with bytes done.
+    """Report the progress of tokenizing ``total`` bytes, if they are many; yield a function to call with bytes done.
 
-    A terminal shows a bar; elsewhere, where lines stay, one line is printed at the start and one at the end.
+    A terminal shows a bar; elsewhere a line is printed at the start and at the end.
     """
     if total < _PROGRESS_BYTES:
         yield lambda _: None

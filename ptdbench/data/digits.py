@@ -19,7 +19,7 @@ class Digits(ImageArrays):
 
     They are the test part of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI Machine
     Learning Repository). A fraction of each digit is held out, whatever the run's seed: none, or 10 to 1787 images, so
-    that every digit is in both parts. Images are shifted, but never mirrored, as mirrored digits are not digits.
+    that every digit is in both parts. Images are shifted, but not mirrored, as mirrored digits are not digits.
     """
 
     # Of all 1,797 images.
@@ -38,7 +38,7 @@ class Digits(ImageArrays):
         classes: int = 10,
         image_size: int = 8,
     ) -> None:
-        """Check the options of ``conf/data/digits.yaml``; raises a ConfigError with every invalid one."""
+        """Check the options of ``conf/data/digits.yaml``; raise ConfigError with every invalid one."""
         require(
             *at_least(0, seed=seed, shift=shift),
             _must_leave_all_digits(held_out),
@@ -74,4 +74,4 @@ def _must_leave_all_digits(held_out: int) -> Problem | None:
     most = _IMAGES - Digits.classes
     if not at_least(0, held_out=held_out) and (held_out == 0 or Digits.classes <= held_out <= most):
         return None
-    return Problem("held_out", held_out, f"must be 0, or a whole number of {Digits.classes} to {most} of the {_IMAGES}")
+    return Problem("held_out", held_out, f"must be 0, or {Digits.classes} to {most} of the {_IMAGES} images")

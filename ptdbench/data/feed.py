@@ -28,8 +28,8 @@ class Feed:
     """Supplies batches, made by worker processes if the data request them, else by this process.
 
     For a GPU, a thread of this process makes and pins batches ahead, so that the device does not wait for them. On a
-    CPU, where a thread would compete with the step for cores, they are made on demand. The result is the same in all
-    cases: a sample is a function of its number.
+    CPU, where a thread would compete with the step for cores, they are made on demand. Samples are always the same, as
+    functions of their numbers.
 
     Args:
         data: The data, prepared.
@@ -38,7 +38,7 @@ class Feed:
     """
 
     def __init__(self, data: Data, rows: Callable[[int], tuple[int, int]], device: torch.device) -> None:
-        self.wait_seconds: list[float] = []  #: Time that each call since the last :meth:`forget` waited for its batch.
+        self.wait_seconds: list[float] = []  #: How long each call since the last :meth:`forget` waited for its batch.
         self._batches = _Batches(data, rows)
         self._workers = data.workers
         self._device = device
@@ -90,9 +90,9 @@ class Feed:
 def _init_worker(_: int) -> None:
     """Ignore signals in a worker, as its rank handles them, and die silently with the rank.
 
-    torchrun and SLURM signal all processes of a job, and a worker that exits would also end its rank, which may be
-    about to save. The rank's garbage is frozen: collecting a TCPStore would join a thread that a fork does not have,
-    which can crash the worker with SIGSEGV.
+    torchrun and SLURM signal all processes of a job, and a worker that exits would end its rank, which may be about to
+    save. The rank's garbage is frozen: collecting a TCPStore would join a thread that a fork does not have, and may
+    crash with SIGSEGV.
     """
     gc.freeze()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -114,14 +114,14 @@ class _Batches(Dataset[Batch]):
 
 
 def _shared(batch: Batch) -> Batch:
-    """Move a batch to shared memory; in torch's own thread, which does so otherwise, a lack of it would be lost."""
+    """Move a batch to shared memory; torch's own thread would lose the error if there is too little."""
     try:
         for tensor in batch:
             tensor.share_memory_()
     except RuntimeError as error:
         needed, free = sum(tensor.nbytes for tensor in batch), shutil.disk_usage("/dev/shm").free
-        rule = f"a batch of {size_text(needed)} does not fit into shared memory, of which {size_text(free)} are free"
-        remedy = f"try data.workers=0, or more of it, as by docker run --shm-size; each worker keeps {AHEAD} batches"
+        rule = f"a batch of {size_text(needed)} does not fit into the {size_text(free)} of free shared memory"
+        remedy = f"try data.workers=0, or docker run --shm-size, for {AHEAD} batches per worker"
         raise OSError(f"{rule}: {remedy} ({error})") from None
     return batch
 
@@ -142,7 +142,7 @@ def _by_workers(batches: _Batches, first: int, count: int, pinned: bool) -> Gene
         generator=torch.Generator(),
     )
     made: Any = iter(loader)
-    # As workers ignore signals, a rank that exits without close() would wait for them forever.
+    # Workers ignore signals, so a rank that exits without close() would wait for them forever.
     util.Finalize(None, made._shutdown_workers, exitpriority=100)
     try:
         yield from made

@@ -37,8 +37,8 @@ Transform = Callable[[Any], Any]  # from a PIL image to another
 class Listing(NamedTuple):
     """The images of one folder.
 
-    They are stored in arrays, not lists: as Python strings, ImageNet's 1.3 million names would take 250 MB per process,
-    which worker processes could not share, as reading a string writes its reference count.
+    As Python strings, ImageNet's 1.3 million names would take 250 MB in each worker process, as reading a string writes
+    its reference count; so names are in an array.
     """
 
     root: Path
@@ -60,8 +60,8 @@ class ImageFolder(Images):
     """A stream of image files, reshuffled every epoch, with a random resized crop of each.
 
     There is a folder for each class, with files at any depth, in any format that torchvision's ``ImageFolder`` reads.
-    The transforms are those of torchvision's ImageNet references: ``RandomResizedCrop`` and ``RandomHorizontalFlip``
-    for training, ``Resize`` and ``CenterCrop`` for held-out images.
+    Transforms are as in torchvision's ImageNet references: ``RandomResizedCrop`` and ``RandomHorizontalFlip`` for
+    training, ``Resize`` and ``CenterCrop`` for held-out images.
     """
 
     def __init__(
@@ -76,10 +76,7 @@ class ImageFolder(Images):
         workers: int | Literal["auto"] = "auto",
         channels_last: bool = True,
     ) -> None:
-        """Check the options of ``conf/data/image_folder.yaml``; raises a ConfigError with every invalid one.
-
-        Folders are listed on demand.
-        """
+        """Check the options of ``conf/data/image_folder.yaml``; raise ConfigError with every invalid one."""
         require(
             *at_least(1, classes=classes, image_size=image_size),
             *at_least(0, seed=seed),
@@ -101,7 +98,7 @@ class ImageFolder(Images):
         """Number of worker processes of this rank; ``auto`` is one less than its share of cores, from 1 to 8."""
         if self._wanted_workers != "auto":
             return self._wanted_workers
-        # Ranks that are not bound to separate cores have their share set as a number of threads.
+        # A rank that is not bound to cores has its share as a number of threads.
         share = min(len(own_cores()), torch.get_num_threads())
         return min(max(share - 1, 1), _MOST_WORKERS)
 
@@ -122,7 +119,7 @@ class ImageFolder(Images):
 
     @cached_property
     def identity(self) -> str:
-        """A digest of the names and sizes of all training and held-out files; runs a stat of each."""
+        """A digest of the names and sizes of all training and held-out files, by a stat of each."""
         parts = [self._training, *([self._held_out] if self._held_out else [])]
         return hashlib.sha256("".join(part.digest() for part in parts).encode()).hexdigest()
 
@@ -193,25 +190,25 @@ class ImageFolder(Images):
         # Labels are indices of the folders, so that both parts must have the same folders.
         if different := sorted(set(listing.classes) ^ set(self._training.classes)):
             parts = f"{self._train} and {self._val}"
-            rule = f"the folders in {parts} must be the same: {different[0]} is in one of them only"
-            remedy = try_these([f"data.val=FOLDER with those of {self._train}"])
+            rule = f"{parts} must have the same folders, but only one has {different[0]}"
+            remedy = try_these([f"data.val=FOLDER with the folders of {self._train}"])
             raise ConfigError([Problem("root", self.root, rule, remedy)])
         return listing
 
 
 def read(path: Path, transform: Transform) -> sampling.Pixels:
-    """Read and transform an image: uint8 of shape ``(H, W, 3)``; raises ValueError if the file is not an image."""
+    """Read and transform an image: uint8 of shape ``(H, W, 3)``; raise ValueError if the file is not an image."""
     from torchvision.datasets.folder import pil_loader
 
     try:
         image = pil_loader(path)
     except Exception as error:  # the exception type depends on the decoder
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error
+        raise ValueError(f"cannot read {path} as an image: {error}") from error
     return np.asarray(transform(image))
 
 
 def _crop(width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
-    """Draw top, left, height and width of a crop as torchvision's ``RandomResizedCrop`` does."""
+    """Draw top, left, height and width of a crop as torchvision's ``RandomResizedCrop``."""
     for _ in range(10):
         area = width * height * torch.empty(1).uniform_(*_SCALE, generator=generator).item()
         ratio = torch.exp(torch.empty(1).uniform_(*_LOG_RATIO, generator=generator)).item()
@@ -228,7 +225,7 @@ def _with_images(folder: str) -> str:
 
 
 def _list(root: Path, folder: str) -> Listing:
-    """List the images in a folder of the root; raises ConfigError if there are none, or none for a class."""
+    """Return the images in a folder of the root; raise ConfigError if there are none, or none for a class."""
     from torchvision import datasets
 
     try:

@@ -38,8 +38,8 @@ class HeldOut(Protocol):
 class Data(Protocol):
     """An endless stream of numbered samples that does not depend on which rank reads which part.
 
-    Sample ``k`` is a pure function of the seed and ``k``. Each rank reads the samples that the layout assigns to it,
-    so that every strategy trains on the same global batch without communication.
+    Sample ``k`` is a pure function of the seed and ``k``. Each rank reads the samples that the layout assigns to it, so
+    that every layout trains on the same global batch without communication.
 
     Construction is cheap: it checks the options, raising a :class:`~ptdbench.problems.ConfigError` with all problems
     and bare option names, and neither reads a corpus nor starts a process.
@@ -86,37 +86,34 @@ def read(source: Data | HeldOut, start: int, stop: int, example: Batch) -> Batch
     """Read samples ``start`` to ``stop - 1``, and verify their number and shapes against the example.
 
     Raises:
-        TypeError: The samples do not match: FLOPs and comparisons would not be about the samples that are trained on.
+        TypeError: The samples do not match: FLOPs and comparisons would be of other samples.
     """
     samples: Any = source.samples(start, stop)
     shapes = [(stop - start, *tensor.shape[1:]) for tensor in example]
     shown = [_described(part) for part in samples] if isinstance(samples, tuple | list) else [_described(samples)]
     if shown != [str(shape) for shape in shapes]:
-        rule = f"must return tensors of shape {shapes[0]} and {shapes[1]}, as example() has them"
-        raise TypeError(f"{type(source).__name__}.samples({start}, {stop}) {rule}, and returns {' and '.join(shown)}")
+        rule = f"must return tensors of shape {shapes[0]} and {shapes[1]}, like example()"
+        raise TypeError(f"{type(source).__name__}.samples({start}, {stop}) {rule}, but returns {' and '.join(shown)}")
     inputs, targets = samples
     return inputs, targets
 
 
 def require_same_on_all_ranks(data: Data) -> None:
-    """Refuse data that differ between ranks, such as different copies on nodes; called in all ranks.
+    """Raise ConfigError if data differ between ranks, such as copies on nodes; called in all ranks, raised in all.
 
-    Otherwise losses would not belong to any batch, and an evaluation would divide by the samples of one rank.
-
-    Raises:
-        ConfigError: On every rank, naming a rank whose data differ from rank 0's.
+    Otherwise losses would belong to no batch, and an evaluation would divide by the samples of one rank.
     """
     held_out = data.held_out
     mine = [_fingerprint(tensor) for tensor in read(data, 0, _COMPARED, data.example())]
     first, *others = gather((len(held_out) if held_out else 0, mine))
     for rank, theirs in enumerate(others, start=1):
         if theirs[0] != first[0]:
-            rule = f"rank 0 holds out {first[0]} samples, and rank {rank} {theirs[0]}"
+            rule = f"rank 0 holds out {first[0]} samples, but rank {rank} {theirs[0]}"
         elif not all(map(_matches, first[1], theirs[1])):
-            rule = f"samples 0 to {_COMPARED - 1} of rank {rank} are not those of rank 0"
+            rule = f"samples 0 to {_COMPARED - 1} differ between ranks 0 and {rank}"
         else:
             continue
-        remedy = "give all nodes the same files, and make sample k of the seed and k alone"
+        remedy = "give all nodes the same files, and let sample k depend only on the seed and k"
         raise ConfigError([Problem("data", type(data).__name__, rule, remedy)])
 
 
@@ -142,7 +139,7 @@ def missing_folder(root: str | None, contents: str, remedy: str, inside: str = "
     """Return the problem of an option ``root`` that is not given, or not a folder with the folder ``inside``."""
     if root is None:
         return Problem("root", root, f"must name the folder of {contents}", remedy)
-    rule = f"there is no folder {inside} in it" if inside else "there is no such folder"
+    rule = f"has no folder {inside}" if inside else "there is no such folder"
     return None if (Path(root).expanduser() / inside).is_dir() else Problem("root", root, rule, remedy)
 
 
@@ -167,10 +164,8 @@ class Images(Data):
 
     tokens_per_sample = None
 
-    #: Height and width in pixels.
-    image_size: int
-    #: The memory format of the samples: ``torch.channels_last``, or else contiguous.
-    channels_last: bool
+    image_size: int  #: Height and width in pixels.
+    channels_last: bool  #: Whether samples are in ``torch.channels_last``, else contiguous.
 
     def example(self) -> Batch:
         """Return one image, float32 of shape ``(1, 3, H, W)``, and its int64 label ``(1,)`` on the meta device."""
@@ -193,7 +188,7 @@ class HeldOutPart(HeldOut):
         return self._count
 
     def samples(self, start: int, stop: int) -> Batch:
-        """Return samples ``start`` to ``stop - 1``; raises IndexError if there are fewer."""
+        """Return samples ``start`` to ``stop - 1``; raise IndexError if there are fewer."""
         if not 0 <= start <= stop <= self._count:
             raise IndexError(f"samples {start} to {stop} of {self._count}")
         return self._read(start, stop)

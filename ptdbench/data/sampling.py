@@ -1,7 +1,7 @@
 """Sampling by number: counter-based random draws, a new order of items in every epoch, and image augmentation.
 
-torchvision's transforms draw from one global generator, once for a whole batch. Here the augmentation of a sample
-depends only on the seed and its number, for any layout and after a resume.
+torchvision's transforms draw from one global generator. Here the augmentation of a sample depends only on the seed and
+its number, for any layout and after a resume.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 def draws(seed: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
     """Return outputs ``start`` to ``stop - 1`` of the SplitMix64 generator seeded with ``seed``, modulo 2^64.
 
-    SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) is a
-    hash of a counter, so any part of its stream can be computed at the same cost, without what comes before.
-
-    Returns:
-        uint64 of shape ``(stop - start,)``, uniform over all 64 bits.
+    SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) is a hash of a
+    counter, so any part of its stream can be computed alone. uint64 of shape ``(stop - start,)``, uniform over all 64
+    bits.
     """
     z = np.arange(start + 1, stop + 1, dtype=np.uint64)
     z *= _STEP
@@ -48,9 +46,9 @@ class Epochs:
     """The order in which a stream repeatedly goes through a data set.
 
     Sample ``k`` is number ``k % count`` of epoch ``k // count``, in the order that torch's ``DistributedSampler`` with
-    ``shuffle=True`` and the same seed gives a single replica after ``set_epoch(k // count)``. A single replica, because
-    here the layout divides each global batch among the ranks. So nothing is padded or dropped to make the ranks' shares
-    equal: every epoch has each item exactly once, and a batch may span two epochs.
+    ``shuffle=True`` and the same seed gives a single replica after ``set_epoch(k // count)``. As the layout splits each
+    global batch over the ranks, nothing is padded or dropped: every epoch has each item exactly once, and a batch may
+    span two epochs.
     """
 
     def __init__(self, count: int, seed: int) -> None:
@@ -82,11 +80,8 @@ Pixels = npt.NDArray[np.uint8]  # shape (B, H, W, 3)
 def shifted(images: Pixels, *, seed: int, start: int, padding: int, flip: bool) -> Pixels:
     """Shift each image by up to ``padding`` pixels in both directions, and mirror about half of them if ``flip``.
 
-    This is a random crop, of the original size, from the image padded with black. It depends only on the seed and
-    the image's number in the stream, counted from ``start``, not on the batch.
-
-    Returns:
-        New images, uint8 of shape ``(B, H, W, 3)`` like the input.
+    This is a random crop, of the original size, from the image padded with black. It depends only on the seed and the
+    image's number in the stream, counted from ``start``. The images are new, of the same shape.
     """
     count, height, width, _ = images.shape
     chance = draws(seed, start, start + count)
@@ -103,10 +98,9 @@ def shifted(images: Pixels, *, seed: int, start: int, padding: int, flip: bool) 
 def normalized(
     images: Pixels, mean: Sequence[float], std: Sequence[float], *, channels_last: bool = True
 ) -> torch.Tensor:
-    """Normalize bytes for a model: ``(x / 255 - mean) / std`` by channel, where white is 1.
+    """Normalize bytes to ``(x / 255 - mean) / std`` by channel: float32 of shape ``(B, 3, H, W)``.
 
-    Returns:
-        float32 of shape ``(B, 3, H, W)``; ``torch.channels_last`` is fastest for convolutions and free here.
+    ``torch.channels_last`` is fastest for convolutions and free here.
     """
     count, height, width, channels = images.shape
     mean_, std_ = torch.tensor(mean), torch.tensor(std)

@@ -19,7 +19,7 @@ class SyntheticTokens(Sequences):
     """
 
     def __init__(self, *, sequence_length: int, vocabulary: int, seed: int) -> None:
-        """Check the options of ``conf/data/synthetic_tokens.yaml``; raises a ConfigError with every invalid one."""
+        """Check the options of ``conf/data/synthetic_tokens.yaml``; raise ConfigError with every invalid one."""
         require(*at_least(1, sequence_length=sequence_length, vocabulary=vocabulary), *at_least(0, seed=seed))
         self.sequence_length = sequence_length
         self.vocabulary = vocabulary
@@ -36,13 +36,13 @@ class SyntheticTokens(Sequences):
 class SyntheticImages(Images):
     """Images of Gaussian noise, drawn repeatedly from a small pool in which each has its own label.
 
-    With the pool a batch costs only a copy; it takes ``12 * image_size**2`` bytes per image in every rank, and is
-    created by the first call of :meth:`samples`. A model that trains memorizes it, so its loss falls; accuracy is
-    meaningless. With more classes than images only the first ``pool`` labels occur.
+    A batch then costs only a copy; the pool takes ``12 * image_size**2`` bytes per image in every rank, and is created
+    by the first call of :meth:`samples`. A model memorizes it, so its loss falls; accuracy is meaningless. With more
+    classes than images only the first ``pool`` labels occur.
     """
 
     def __init__(self, *, image_size: int, classes: int, seed: int, pool: int = 64, channels_last: bool = True) -> None:
-        """Check the options of ``conf/data/synthetic_images.yaml``; raises a ConfigError with every invalid one."""
+        """Check the options of ``conf/data/synthetic_images.yaml``; raise ConfigError with every invalid one."""
         require(*at_least(1, image_size=image_size, classes=classes, pool=pool), *at_least(0, seed=seed))
         self.image_size = image_size
         self.classes = classes
@@ -53,7 +53,7 @@ class SyntheticImages(Images):
     def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
 
-        Pixels have mean 0 and variance 1, as images have after the usual normalization.
+        Pixels have mean 0 and variance 1, like normalized images.
         """
         chosen = draws(self.seed, start, stop) % np.uint64(self.pool)
         index = torch.from_numpy(chosen.astype(np.int64))
@@ -70,15 +70,15 @@ class SyntheticImages(Images):
 class SyntheticVectors(Data):
     r"""Regression whose targets are a fixed function of the inputs, so that a model that trains improves.
 
-    With ``n`` inputs :math:`x_i`, uniform in [-1, 1), target ``j`` is :math:`x_j (1 + x_{j+1})`, indices
-    modulo ``n``: a linear part that is learned quickly and a product that needs a hidden layer. The formula
-    has no sum over inputs, whose rounding would depend on how many samples are computed together.
+    With ``n`` inputs :math:`x_i`, uniform in [-1, 1), target ``j`` is :math:`x_j (1 + x_{j+1})`, indices modulo ``n``:
+    a linear part that is learned quickly and a product that needs a hidden layer. A sum over inputs would round
+    differently depending on how many samples are computed together.
     """
 
     tokens_per_sample = None
 
     def __init__(self, *, inputs: int, outputs: int, seed: int) -> None:
-        """Check the options of ``conf/data/synthetic_vectors.yaml``; raises a ConfigError with every invalid one."""
+        """Check the options of ``conf/data/synthetic_vectors.yaml``; raise ConfigError with every invalid one."""
         require(*at_least(1, inputs=inputs, outputs=outputs), *at_least(0, seed=seed))
         self.inputs = inputs
         self.outputs = outputs

@@ -27,10 +27,10 @@ from ptdbench.problems import ConfigError, ErrorCollector, Problem, at_least, ne
 class Text(Sequences):
     """Next-token prediction: a sample is a window of the text, and its targets are the next tokens.
 
-    Text files may have any encoding, and hidden ones are skipped. A file is a document; in a ``.jsonl`` file every line
-    is one. All documents are concatenated into one sequence of tokens, which is cached in a file and mapped into
-    memory. Sample ``k`` begins at a position drawn from ``(seed, k)``; windows may overlap and may span documents. The
-    held-out part is a separate sequence.
+    Text files may have any encoding, and hidden ones are skipped. A document is a file, or a line of a ``.jsonl`` file.
+    All documents are concatenated into one sequence of tokens, which is cached in a file and mapped into memory. Sample
+    ``k`` begins at a position drawn from ``(seed, k)``; windows may overlap and may span documents. The held-out part
+    is a separate sequence.
     """
 
     def __init__(
@@ -44,10 +44,7 @@ class Text(Sequences):
         held_out: float = 0.0,
         cache: str | None = None,
     ) -> None:
-        """Check the options of ``conf/data/text.yaml``; raises a ConfigError with every invalid one.
-
-        This reads the tokenizer; :meth:`prepare` reads the text.
-        """
+        """Check the options of ``conf/data/text.yaml``, the tokenizer's file included; raise ConfigError with all."""
         errors = ErrorCollector()
         errors.catch(lambda: require(*at_least(1, sequence_length=sequence_length)))
         self._tokenizer = None if tokenizer is None else errors.catch(lambda: Tokenizer(Path(tokenizer).expanduser()))
@@ -55,7 +52,7 @@ class Text(Sequences):
         errors.catch(lambda: require(*at_least(0, seed=seed)))
         errors.catch(lambda: require(None if path is None else _must_exist(Path(path).expanduser())))
         if isinstance(held_out, bool) or not isinstance(held_out, (int, float)) or not 0 <= held_out < 1:
-            rule = "must be a share of the documents, at least 0 and below 1"
+            rule = "must be a fraction of the documents, at least 0 and below 1"
             errors.problems.append(Problem("held_out", held_out, rule))
         errors.close()
         self.sequence_length = sequence_length
@@ -106,7 +103,7 @@ class Text(Sequences):
 
     @cached_property
     def _windows(self) -> Tokens:
-        """All windows of ``T + 1`` tokens as a view into the text: shape ``(places, T + 1)``."""
+        """All windows of ``T + 1`` tokens, a view of shape ``(places, T + 1)``."""
         return sliding_window_view(self._training.tokens, self.sequence_length + 1)
 
     @cached_property
@@ -130,13 +127,13 @@ class Text(Sequences):
         return corpus.split(self._files, self._share) if self._share else (Part(self._files), Part([]))
 
     def _stored(self, held_out: bool) -> Stored:
-        """Return the tokens of one part from the cache, after creating them if necessary."""
+        """Return the tokens of one part from the cache; create them if necessary."""
         dtype = self._tokenizer.dtype if self._tokenizer else np.dtype(np.uint8)
         # The cache key: everything that determines the tokens of a part, so not the sequence length.
         tokenizer = self._tokenizer.digest if self._tokenizer else "bytes"
         part = f"{'held out' if held_out else 'all but'} {float(self._share)}"
         source = hashlib.sha256(f"{corpus.identity(self._files)} {tokenizer} {part}".encode()).hexdigest()
-        # In the file's name, the text's name is for people and the key for programs.
+        # In the file's name, the text's name is for people, and the key for programs.
         name = re.sub(r"[^A-Za-z0-9._-]", "_", self._name)[:64]
         file = self.cache / f"{name}{'-held_out' if held_out else ''}-{source[:16]}.tokens"
         with _as_problem_of("cache", self.cache):
@@ -150,7 +147,7 @@ class Text(Sequences):
         return self.path.name if self.path else f"python-{platform.python_version()}"
 
     def _pieces(self, held_out: bool) -> Iterator[TokenChunk]:
-        """Tokenize one part; raises ConfigError if it has no tokens, as an empty part must not be stored."""
+        """Tokenize one part; raise ConfigError if it has no tokens, as an empty part must not be stored."""
         empty = True
         with _as_problem_of("path", self.path):
             part = self._parts[held_out]
@@ -164,13 +161,13 @@ class Text(Sequences):
     def _too_short(self, count: int, held_out: bool = False) -> Problem:
         """Return the problem of a part with only ``count`` tokens."""
         if count == 0 and not held_out:
-            what = "there is no text in it" if self.path else "the standard library's sources are missing here"
+            what = "has no text" if self.path else "the standard library's sources are not installed"
             return Problem("path", self.path, what, "try a text file or a folder of text files")
         whose = "the held-out text" if held_out else "the text for training" if self._share else "the text"
-        rule = f"{whose} has {count} tokens, and a sample needs one more than its length, for the last target"
+        rule = f"{whose} has {count} tokens, but a sample needs one more than its length, for the last target"
         shorter = [f"a sequence_length of {count - 1}"] if count > 1 else []
         if held_out:
-            return Problem("held_out", self._share, rule, try_these(["a larger share", *shorter]))
+            return Problem("held_out", self._share, rule, try_these(["a larger fraction", *shorter]))
         return Problem("sequence_length", self.sequence_length, rule, try_these(shorter))
 
 
@@ -179,14 +176,14 @@ def _as_tensor(tokens: Tokens) -> torch.Tensor:
 
 
 def _enough_entries(vocabulary: int, path: str | None, tokenizer: Tokenizer | None) -> list[Problem]:
-    """Return problems of a vocabulary size, as far as they can be found if the tokenizer cannot be read."""
+    """Return problems of a vocabulary size, as far as possible if the tokenizer cannot be read."""
     if tokenizer is None:
         return at_least(1 if path else 256, vocabulary=vocabulary)  # an entry for every byte
     if problems := at_least(1, vocabulary=vocabulary):
         return problems
     if vocabulary >= tokenizer.size:
         return []
-    rule = f"the tokenizer {path} has {tokenizer.size} tokens, and each takes an entry"
+    rule = f"must be at least the {tokenizer.size} tokens of the tokenizer {path}"
     # Matrix products are fastest if their sides are multiples of 64.
     return [Problem("vocabulary", vocabulary, rule, try_these([f"model.vocabulary={-(-tokenizer.size // 64) * 64}"]))]
 

@@ -1,13 +1,12 @@
 """The token store: one file of tokens that processes map into memory instead of reading it.
 
-A file is a header of :data:`HEADER_BYTES` followed by the tokens as little-endian unsigned integers. The
-header is text that ``head -n 2`` shows: the name of the format, then dtype, number of tokens, ``source`` (the identity
-of the tokens' input), the bytes of text that the tokens represent, and a digest of the tokens.
+A file is a header of :data:`HEADER_BYTES` followed by the tokens as little-endian unsigned integers. The header is
+text that ``head -n 2`` shows: the name of the format, then dtype, number of tokens, ``source`` (the identity of the
+tokens' input), the bytes of text that the tokens represent, and a digest of the tokens.
 
-A file is trusted only if its header is, byte for byte, the one that follows from its size, dtype and source and the
-last two figures. The digest identifies the tokens; it is not recomputed to check them. Since a write becomes visible
-only by an atomic rename, after the data have reached the disk, half-written, truncated or outdated files are never
-trained on.
+A file is trusted only if its header follows, byte for byte, from its size, dtype, source and the last two figures. The
+digest identifies the tokens; it is not recomputed. A write becomes visible only by an atomic rename, after the data
+have reached the disk, so that half-written, truncated or outdated files are never trained on.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class Stored(NamedTuple):
 def cached_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Callable[[], Iterable[TokenChunk]]) -> Stored:
     """Map the tokens at ``path``; if there is no trusted file, one process writes it and others wait.
 
-    The folder is created if necessary; a lock file with the same name is beside the file. ``source`` identifies the
-    input of the tokens, for example by a digest: a file from another source is replaced. ``pieces`` is called only by
-    the process that writes, for the tokens in order, at least one.
+    The folder is created if necessary, with a lock file next to the file. ``source`` identifies the input of the
+    tokens, for example by a digest: a file from another source is replaced. ``pieces`` is called only by the process
+    that writes, and yields at least one token.
 
     Raises:
         OSError: The folder cannot be written or locked, or the disk is full.
@@ -92,8 +91,8 @@ def read_tokens(path: Path, dtype: npt.DTypeLike, source: str) -> Stored | None:
 def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable[TokenChunk]) -> None:
     """Write a token file that appears at ``path`` complete or not at all.
 
-    The caller holds the lock. It may not exclude other hosts of a network file system, so the name of the unfinished
-    file contains the host's; the remains of a killed writer are overwritten by the next one on that host.
+    The caller holds the lock, which may not exclude other hosts of a network file system: the name of the unfinished
+    file contains the host's. The next writer on a host overwrites the remains of a killed one.
 
     Raises:
         FileExistsError: A file that is not a token file is in its place; it is kept.
@@ -125,7 +124,7 @@ def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether a file starts like a token file, complete or not: with a header or the space reserved for it."""
+    """Return whether a file starts like a token file, complete or not: with a header or its reserved space."""
     if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:

@@ -1,8 +1,8 @@
 """Bandwidths by the definitions of nccl-tests, lines fitted to message times, and the fits stored for later runs.
 
-The definitions are those of ``doc/PERFORMANCE.md`` of https://github.com/NVIDIA/nccl-tests; for gather and scatter,
-which that page omits, those of its ``src/gather.cu`` and ``src/scatter.cu``. ``S`` is the size of the whole message in
-bytes: the sum of all shares if every rank holds one. ``n`` is the number of ranks, ``t`` the time.
+The definitions are in ``doc/PERFORMANCE.md`` of https://github.com/NVIDIA/nccl-tests; for gather and scatter, in
+``src/gather.cu`` and ``src/scatter.cu``. The size of a message is the whole in bytes: the sum of all shares if every
+rank holds one.
 """
 
 from __future__ import annotations
@@ -46,19 +46,17 @@ FACTORS: dict[str, Factor] = {
 
 
 def bus_bandwidth(operation: str, size: int, seconds: float, ranks: int) -> float:
-    """Return ``busbw = algbw * factor`` in bytes/s, the rate of the slowest link; raises KeyError if no data move."""
+    """Return ``busbw = algbw * factor`` in bytes/s, the rate of the slowest link; raise KeyError if no data move."""
     return size / seconds * FACTORS[operation].of(ranks)
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     """Fit the latency-bandwidth line, seconds over bytes, that minimizes the sum of squared relative errors.
 
-    Weighted least squares with weights ``1 / t^2``: times span orders of magnitude, and unweighted the largest
-    message would dominate. The standard errors are the usual ones, from the covariance ``s^2 (A' W A)^-1`` with
-    ``s^2`` the weighted residual sum of squares over ``points - 2``.
-
-    Returns:
-        The line, or ``None`` for fewer than three different sizes, which leave no residual degree of freedom.
+    Weighted least squares with weights ``1 / t^2``: times span orders of magnitude, and unweighted the largest message
+    would dominate. Standard errors are from the covariance ``s^2 (A' W A)^-1``, where ``s^2`` is the weighted residual
+    sum of squares over ``points - 2``. ``None`` for fewer than three different sizes, which leave no residual degree of
+    freedom.
     """
     if len(set(sizes)) < 3:
         return None
@@ -85,7 +83,7 @@ _KIND = "links"
 #: How an operation was called; the mode closer to training comes first.
 _MODES = ("async", "blocking")
 
-#: Prefixes of the environment variables that change how fast messages are.
+#: Prefixes of the environment variables that affect the speed of messages.
 _SETTINGS = ("NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_")
 
 #: Operations that compute: their time depends on the dtype.
@@ -101,19 +99,16 @@ class Line(Struct, frozen=True):
 
 
 def fits_key(backend: str, peers: Sequence[Peer]) -> Mapping[str, object]:
-    """Return the cache key of the fits: the backend, its settings, and all ranks in order with machines and devices."""
+    """Return the cache key of the fits: the backend, its settings, and the machine and device of each rank."""
     chosen = {name: value for name, value in settings.recorded(os.environ).items() if name.startswith(_SETTINGS)}
     ranks = [f"{peer.host} {peer.device}" for peer in peers]
     return {"backend": backend, "settings": chosen, "torch": torch.__version__, "ranks": ranks}
 
 
 def keep_fits(of: Mapping[str, object], lines: Mapping[str, Line]) -> Path:
-    """Store plausible lines; existing lines are kept for other series, or if they were fitted up to larger sizes.
+    """Store plausible lines by series: operation, dtype, reduction and mode; raise OSError if that fails.
 
-    ``lines`` is keyed by the name of the series: operation, dtype, reduction and mode.
-
-    Raises:
-        OSError: The lines cannot be written.
+    Existing lines are kept for other series, or if they were fitted up to larger sizes.
     """
     kept = _lines(of)
     for name, line in lines.items():
@@ -125,10 +120,8 @@ def keep_fits(of: Mapping[str, object], lines: Mapping[str, Line]) -> Path:
 def fitted_seconds(of: Mapping[str, object], operation: str, dtype: str, calls: float, size: float) -> float | None:
     """Predict the seconds of consecutive calls over all ranks by a fit: ``calls * alpha + size * beta``.
 
-    ``size`` is the total bytes of all calls; ``dtype`` matters only for a reduction.
-
-    Returns:
-        The seconds, or ``None`` if there is no line, or the calls are larger than the fitted sizes.
+    ``size``: the total bytes of all calls; ``dtype`` matters only for a reduction. ``None`` if there is no line, or the
+    calls are larger than the fitted sizes.
     """
     series = f"{operation} {dtype} sum" if operation in _REDUCING else f"{operation} "
     for mode in _MODES:
@@ -139,7 +132,7 @@ def fitted_seconds(of: Mapping[str, object], operation: str, dtype: str, calls: 
 
 
 def _lines(of: Mapping[str, object]) -> dict[str, Line]:
-    """Read the stored lines that are valid: someone may have edited the file."""
+    """Read the valid ones of the stored lines: someone may have edited the file."""
     stored, lines = cache.look_up(_KIND, of).get("lines"), {}
     for name, line in stored.items() if isinstance(stored, dict) else ():
         with suppress(ValidationError):

@@ -1,6 +1,6 @@
-"""The compute ceiling of devices: matrix products and copies, timed on all ranks at once and stored for later runs.
+"""The compute ceiling of devices: matrix products and copies, timed on all ranks and cached for later runs.
 
-All ranks run at once because ranks of one node share memory, power and cooling, as in training.
+All ranks run at once, as ranks of a node share memory, power and cooling in training too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ptdbench.launch.peers import node
 from ptdbench.launch.world import World
 from ptdbench.measure import contention, products, timing
 from ptdbench.measure.hardware import environment
-from ptdbench.measure.products import Shape
+from ptdbench.measure.products import ProductShape
 from ptdbench.measure.results import Ceiling, Copy, Key, Matmul, OtherLoad, Product, RankProducts
 from ptdbench.peaks import dense_peak
 from ptdbench.terminal import command
@@ -47,12 +47,11 @@ class Measured(Struct, frozen=True):
 
     flops_per_second: float  #: The rate.
     shape: str  #: The product's shape, for readers.
-    #: Whether other processes used the device meanwhile, so that the rate may be too low; null if unknown.
-    beside_load: bool | None = None
+    beside_load: bool | None = None  #: Whether it was measured under load, and may be too low; null if unknown.
 
 
 def store_ceiling(of: Key, measured: Measured) -> Path:
-    """Store the latest measurement, atomically; raises OSError."""
+    """Store the latest measurement, atomically; raise OSError if that fails."""
     return cache.keep(_KIND, asdict(of), asdict(measured))
 
 
@@ -82,17 +81,16 @@ class _OfRank(NamedTuple):
 def measure(
     world: World,
     device: torch.device,
-    shapes: Sequence[Shape],
+    shapes: Sequence[ProductShape],
     dtypes: Sequence[str],
     seconds: float,
     *,
     copies: bool = True,
     alive: Callable[[], object] = lambda: None,
 ) -> Matmul:
-    """Time matrix products, and memory ``copies``, on all ranks at once; every rank calls this, with the same result.
+    """Time matrix products, and memory ``copies``, on all ranks at once; called in all ranks, with the same result.
 
-    Repetitions of each take about ``seconds``. ``alive`` is called between measurements, which together may exceed the
-    timeout of the watchdog.
+    Repetitions of each take about ``seconds``. ``alive``: called between measurements, for the watchdog.
 
     Raises:
         ArithmeticError: A product is wrong.
@@ -114,12 +112,11 @@ def measure(
 
 
 def measure_again(world: World, device: torch.device, dtype: str, alive: Callable[[], object]) -> Measured:
-    """Re-measure the ceiling of rank 0's device, stored if higher; called in all ranks, with the same result.
+    """Re-measure the ceiling of rank 0's device, cached if higher; called in all ranks, with the same result.
 
-    Raises:
-        ConfigError: The matrices do not fit into the free memory.
+    Raise ConfigError if the matrices do not fit into the free memory.
     """
-    shapes = [Shape.of(shape) for shape in AUTO_SHAPES[device.type]]
+    shapes = [ProductShape.of(shape) for shape in AUTO_SHAPES[device.type]]
     ceilings = measure(world, device, shapes, [dtype], 0.5, copies=False, alive=alive).ceilings
     keep_ceilings(world, ceilings, only_higher=True)
     return convert(ceilings[0], Measured, from_attributes=True)
@@ -130,9 +127,8 @@ def known_ceiling(
 ) -> tuple[Measured | None, str | None]:
     """Return the ceiling of rank 0's device from an earlier run of ``workload=matmul``.
 
-    Returns:
-        ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured; the reason suggests a
-        command, with the option ``cpus_per_rank``.
+    ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured; the reason suggests a
+    command, with the option ``cpus_per_rank``.
     """
     key = key_of(environment(device.type), device, dtype)
     if ceiling := look_up(key):
@@ -145,7 +141,9 @@ def known_ceiling(
     return None, f"no ceiling on record for {key}; try {' '.join(words)}"
 
 
-def _product(device: torch.device, shape: Shape, dtype: str, seconds: float, alive: Callable[[], object]) -> Product:
+def _product(
+    device: torch.device, shape: ProductShape, dtype: str, seconds: float, alive: Callable[[], object]
+) -> Product:
     alive()
     dist.barrier()  # so that all ranks work at the same time
     taken = products.product_seconds(shape, dtype, device, seconds)
@@ -159,7 +157,7 @@ def _copies(device: torch.device, seconds: float) -> list[Copy]:
 
 
 def _ceilings(ranks: Sequence[_OfRank], load: Sequence[OtherLoad]) -> list[Ceiling]:
-    """Find for each kind of device and dtype the shape with the best median rate, using the median over ranks."""
+    """Return the best rate over shapes for each kind of device and dtype, by the median over its ranks."""
     loads = {of_node.node: of_node for of_node in load}
     ceilings = []
     for key in dict.fromkeys(key for of_rank in ranks for key in of_rank.keys.values()):
@@ -183,31 +181,30 @@ def _ceilings(ranks: Sequence[_OfRank], load: Sequence[OtherLoad]) -> list[Ceili
 
 
 def keep_ceilings(world: World, ceilings: Sequence[Ceiling], only_higher: bool = False) -> str | None:
-    """Store the ceilings on every node; return what could not be stored and why, on rank 0.
+    """Cache the ceilings on every node; return what could not be cached and why, on rank 0.
 
-    A ceiling measured beside other load, which makes a device slower, does not replace a higher one; with
-    ``only_higher``, none does.
+    A ceiling measured under load does not replace a higher one; with ``only_higher``, none does.
     """
     if world.local_rank > 0:
         return None
     if any(is_virtual(ceiling.device) for ceiling in ceilings):
-        return "not kept for later runs: virtual GPUs compute nothing"
+        return "not cached: virtual GPUs compute nothing"
     remarks = []
     for ceiling in ceilings:
         key, new = convert(ceiling, Key, from_attributes=True), convert(ceiling, Measured, from_attributes=True)
         earlier = look_up(key)
         if earlier and earlier.flops_per_second > new.flops_per_second and (new.beside_load or only_higher):
-            load = "taken beside other load, and " if new.beside_load else ""
-            higher = f"{flops_text(earlier.flops_per_second)} measured earlier is higher"
-            remarks.append(f"{key.dtype} not kept for later runs: {load}{higher}")
+            load = "measured under load, and " if new.beside_load else ""
+            higher = f"the earlier {flops_text(earlier.flops_per_second)} is higher"
+            remarks.append(f"{key.dtype} not cached: {load}{higher}")
             continue
         try:
             store_ceiling(key, new)
         except OSError as error:
-            return f"not kept for later runs: {error}"
+            return f"not cached: {error}"
     return "; ".join(remarks) or None
 
 
-def product_bytes(shape: Shape, dtype: str) -> int:
-    """Return the bytes of all three matrices, plus one factor in fp32, in which random values are drawn."""
+def product_bytes(shape: ProductShape, dtype: str) -> int:
+    """Return the bytes of all three matrices, plus one factor in fp32, for drawing random values."""
     return shape.bytes(dtype) + 4 * shape.k * max(shape.m, shape.n)

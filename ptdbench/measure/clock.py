@@ -19,7 +19,7 @@ class Clock:
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """End the step (on a GPU: all its work has been queued)."""
+        """End the step, once its work is done, or on a GPU queued."""
         self._seconds.append(time.perf_counter() - self._started)
 
     def finished(self) -> int:
@@ -27,7 +27,7 @@ class Clock:
         return len(self._seconds)
 
     def seconds(self) -> list[float]:
-        """Return the seconds of every step since :meth:`forget`; waits for the device."""
+        """Return the seconds of every step since :meth:`forget`; wait for the device."""
         return list(self._seconds)
 
     def forget(self) -> None:
@@ -38,8 +38,8 @@ class Clock:
 class DeviceCount:
     """A count of finished steps that the device writes to host memory, in its stream.
 
-    Reading it makes no CUDA call: torch holds the GIL in ``cudaEventQuery``, which may hang while another thread waits
-    for the device (pytorch/pytorch#130844), and with it every thread of the rank.
+    Reading it makes no CUDA call: torch holds the GIL in ``cudaEventQuery``, which may hang, with every thread of the
+    rank, while another thread waits for the device (pytorch/pytorch#130844).
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class DeviceCount:
         self._read = self._host.numpy()
 
     def mark(self, number: int) -> None:
-        """Let the device write this number when it reaches this point of the stream."""
+        """Let the device write this number when its stream gets here."""
         self._device.fill_(number)
         self._host.copy_(self._device, non_blocking=True)
 
@@ -95,7 +95,7 @@ def for_device(device: torch.device) -> Clock:
 
 
 class Stopwatch:
-    """Seconds from milestone to milestone; the start, in seconds since the epoch, may be in another process."""
+    """Seconds between milestones; the start, in seconds since the epoch, may be in another process."""
 
     def __init__(self, started: float) -> None:
         self.laps: dict[str, float] = {}  #: Seconds by milestone.

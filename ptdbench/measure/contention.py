@@ -1,4 +1,4 @@
-"""Contention: CPU cores and GPUs that other processes used while the ranks of a run measured something.
+"""Contention: CPU cores and GPUs that other processes used during a measurement.
 
 On a CPU: the busy time of the cores by the kernel's counters (``/proc/stat``, see proc(5)), minus the CPU time of the
 ranks. On a GPU: the processes that NVML lists.
@@ -36,17 +36,17 @@ class Spent:
     """Seconds between two points in time, as measured by one rank."""
 
     wall: float  #: Wall-clock time.
-    own: float  #: CPU time of this rank, with all threads and data workers.
+    cpu: float  #: CPU time of this rank, with all threads and data workers.
     busy: Mapping[int, float]  #: CPU time of all processes by core, except cores whose counters do not advance.
     cores: Sequence[int]  #: The cores that the rank may use.
 
 
 class Watch:
-    """Observes other load during one or several stretches of time, in all ranks; the first one has begun."""
+    """Observes other load during one or several stretches of time, in all ranks; the first one begins at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cores = device, sorted(settings.own_cores())
-        self._own, self._ticks = 0.0, dict[int, tuple[int, int]]()
+        self._cpu, self._ticks = 0.0, dict[int, tuple[int, int]]()
         self._began = self._now()
         self.seconds = 0.0  #: The duration of all stretches.
 
@@ -56,9 +56,9 @@ class Watch:
 
     def end(self) -> None:
         """End the stretch."""
-        (began, own, before), (ended, own_now, after) = self._began, self._now()
+        (began, cpu, before), (ended, cpu_now, after) = self._began, self._now()
         self.seconds += ended - began
-        self._own += own_now - own
+        self._cpu += cpu_now - cpu
         for core in before.keys() & after.keys():
             so_far, (busy, total), (busy_now, total_now) = self._ticks.get(core, (0, 0)), before[core], after[core]
             self._ticks[core] = so_far[0] + busy_now - busy, so_far[1] + total_now - total
@@ -69,27 +69,27 @@ class Watch:
         return self.load()
 
     def load(self) -> list[OtherLoad]:
-        """Return the load of each node over all stretches, the same in all ranks, which call this together."""
+        """Return the load of each node over all stretches; called in all ranks, with the same result."""
         hertz = os.sysconf("SC_CLK_TCK")
         moved = {core: busy / hertz for core, (busy, total) in self._ticks.items() if total > 0}
-        spent, gpu, users = Spent(self.seconds, self._own, moved, self._cores), None, 0
+        spent, gpu, users = Spent(self.seconds, self._cpu, moved, self._cores), None, 0
         on_gpu = self._device.type == "cuda"
-        if on_gpu:  # which GPU, and how many processes NVML sees on it, if it does
+        if on_gpu:  # which GPU, and how many processes NVML lists for it
             gpu = gpu_state.identity(self._device)
             users = ((state := gpu_state.inspect().get(gpu)) and state.processes) or 0
         of_ranks: list[tuple[str, Spent, str | None, int]] = gather((node(os.environ), spent, gpu, users))
         return [_of_node(name, of_ranks, on_gpu) for name in dict.fromkeys(name for name, *_ in of_ranks)]
 
     def _now(self) -> tuple[float, float, dict[int, tuple[int, int]]]:
-        return time.perf_counter(), _own_seconds(), _ticks(self._cores)
+        return time.perf_counter(), _cpu_seconds(), _ticks(self._cores)
 
 
 def taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
-    """Return how many cores the ranks of a node may use, and how many of these other processes took."""
+    """Return how many cores the ranks of a node may use, and how many of them other processes used on average."""
     busy = {core: seconds / rank.wall for rank in ranks for core, seconds in rank.busy.items()}
     count = len({core for rank in ranks for core in rank.cores})
-    own = sum(rank.own / rank.wall for rank in ranks if rank.wall)  # 0 without a stretch, as in a run of few steps
-    return count, max(0.0, sum(busy.values()) - own) if len(busy) == count else None
+    of_ranks = sum(rank.cpu / rank.wall for rank in ranks if rank.wall)  # 0 without a stretch, as after a few steps
+    return count, max(0.0, sum(busy.values()) - of_ranks) if len(busy) == count else None
 
 
 def busy_ticks(stat: str, of: Iterable[int]) -> dict[int, tuple[int, int]]:
@@ -107,7 +107,7 @@ def _ticks(cores: Sequence[int]) -> dict[int, tuple[int, int]]:
         return {}
 
 
-def _own_seconds() -> float:
+def _cpu_seconds() -> float:
     """Return the CPU time of this process and its workers."""
     seconds = time.process_time()
     for worker in multiprocessing.active_children():

@@ -18,14 +18,11 @@ VERSIONS = ("ptdbench", "python", "torch", "numpy", "cuda", "cudnn", "nccl", "dr
 
 
 def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float) -> dict[T, float]:
-    """Find the rates more than ``tolerance``, a fraction, below the median of their peers.
+    """Return the rates more than ``tolerance``, a fraction, below the median of their peers, as fractions of it.
 
-    Peers have equal values in ``peers``. The median excludes the rate itself, as of two different rates neither would
-    be far from the median of both; of two middle values the lower is used, so that a single fast peer does not make the
-    others slow.
-
-    Returns:
-        The slow ones, with their rate as a fraction of that median; a rate of 0 (not measurable) is slow.
+    Peers have equal values in ``peers``. The median excludes the rate itself, as neither of two different rates is far
+    from the median of both; the lower of two middle values is used, so that a single fast peer does not make the others
+    slow. A rate of 0 (not measurable) is slow.
     """
     shares = {}
     for name, rate in rates.items():
@@ -43,25 +40,25 @@ def best_of(attempts: Sequence[Mapping[T, float]]) -> dict[T, float]:
 
 
 def slow_ranks(slow_ones: Mapping[tuple[str, int], float], attempts: int, loaded: Collection[int]) -> Iterator[Finding]:
-    """Yield findings for slow ranks, keyed by dtype and rank, with their fraction of the peers' median.
+    """Yield findings for slow ranks by dtype and rank, with their fraction of the peers' median.
 
-    ``loaded``: the ranks that other processes slowed down.
+    ``loaded``: the ranks slowed down by other processes.
     """
     for (dtype, rank), share in slow_ones.items():
         text = f"rank {rank} reaches {_share(share)} of its peers' median in {dtype} products"
-        yield Finding("slow rank", [rank], f"{text}, at best of {attempts}", beside_load=rank in loaded)
+        yield Finding("slow rank", [rank], f"{text}, best of {attempts}", beside_load=rank in loaded)
 
 
 def slow_links(slow_ones: Mapping[tuple[int, int], float], attempts: int, loaded: Collection[int]) -> Iterator[Finding]:
     """Yield findings for slow links; arguments as for :func:`slow_ranks`."""
     for (source, target), share in slow_ones.items():
-        text = f"rank {source} sends to rank {target} at {_share(share)} of the median of such links"
+        text = f"rank {source} sends to rank {target} at {_share(share)} of the median of similar links"
         beside_load = not {source, target}.isdisjoint(loaded)
-        yield Finding("slow link", [source, target], f"{text}, at best of {attempts}", beside_load)
+        yield Finding("slow link", [source, target], f"{text}, best of {attempts}", beside_load)
 
 
 def verdict(findings: Sequence[Finding]) -> Verdict:
-    """Return ``sound`` without findings, ``busy`` if other load may be the cause of all of them, else ``unsound``."""
+    """Return ``sound`` without findings, ``busy`` if other load may have caused all of them, else ``unsound``."""
     if not findings:
         return "sound"
     return "busy" if all(finding.beside_load for finding in findings) else "unsound"
@@ -78,13 +75,10 @@ def different_versions(environments: Sequence[Mapping[str, Any]]) -> Iterator[Fi
 
 
 def gpu_troubles(rank: int, gpu: Gpu, users: int, cores: Sequence[int]) -> Iterator[Finding]:
-    """Yield findings for the state of one rank's GPU.
-
-    ``users``: the number of this run's ranks that use it; ``cores``: those that this rank may run on.
-    """
+    """Yield findings for one rank's GPU; ``users``: ranks that use it; ``cores``: that this rank may run on."""
     throttled = sorted(THROTTLES & set(gpu.clock_reasons or ()))
     if throttled:
-        text = f"the GPU of rank {rank} is slowed down: {', '.join(throttled)}, at {gpu.temperature_celsius} °C"
+        text = f"the GPU of rank {rank} is throttled: {', '.join(throttled)}, at {gpu.temperature_celsius} °C"
         yield Finding("throttled", [rank], text)
     others = (gpu.processes or 0) - users
     if others > 0:
@@ -92,10 +86,10 @@ def gpu_troubles(rank: int, gpu: Gpu, users: int, cores: Sequence[int]) -> Itera
         yield Finding("busy", [rank], text, beside_load=True)
     limit, default = gpu.power_limit_watts, gpu.power_limit_default_watts
     if limit and default and limit < default:
-        text = f"the GPU of rank {rank} may draw {limit:.0f} W, and {default:.0f} W by default"
+        text = f"the GPU of rank {rank} is limited to {limit:.0f} W, below the default {default:.0f} W"
         yield Finding("power limit", [rank], text)
     if gpu.near_cores and not set(gpu.near_cores) & set(cores):
-        text = f"rank {rank} may run on none of the cores that are near its GPU"
+        text = f"rank {rank} cannot run on any core near its GPU"
         yield Finding("far cores", [rank], text)
 
 

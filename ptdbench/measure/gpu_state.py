@@ -1,7 +1,7 @@
 """The state of a node's GPUs from NVML: clocks, limits, processes, and links.
 
-Requires the package ``nvidia-ml-py``. Values that a GPU or driver does not report are ``None``; nothing here
-initializes CUDA or changes a setting.
+Requires the package ``nvidia-ml-py``. Values that a GPU or driver does not report are ``None``. Nothing here
+initializes CUDA or changes settings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLOCK_REASONS = {
     0x100: "display clocks",
 }
 
-#: Reasons that a sound GPU never reports. The power cap is not one: large products reach it on any GPU.
+#: Reasons that a sound GPU never reports; large products reach the power cap on any GPU.
 THROTTLES = frozenset({"hardware slowdown", "too hot (software)", "too hot (hardware)", "power brake"})
 
 #: NVML's closest common ancestor of two GPUs, in the terms of ``nvidia-smi topo -m``.
@@ -37,7 +37,7 @@ _MOST_CORES = 4096
 
 
 class Gpu(Struct):
-    """The state of one GPU; ``None`` is what it or its driver does not report."""
+    """The state of one GPU; ``None``: not reported."""
 
     uuid: str | None
     bus: str | None
@@ -67,12 +67,12 @@ class Gpus(Struct):
         """Return a GPU of this node."""
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
-    def link(self, one: Gpu, other: Gpu) -> str | None:
-        """Return the link between two GPUs, if both are of this node."""
+    def link(self, source: Gpu, target: Gpu) -> str | None:
+        """Return the link between two GPUs, if both are in this node."""
         uuids = [gpu.uuid for gpu in self.gpus]
-        if one.uuid not in uuids or other.uuid not in uuids:
+        if source.uuid not in uuids or target.uuid not in uuids:
             return None
-        return self.links[uuids.index(one.uuid)][uuids.index(other.uuid)]
+        return self.links[uuids.index(source.uuid)][uuids.index(target.uuid)]
 
 
 def inspect(nvml: Any = None) -> Gpus:
@@ -93,11 +93,10 @@ def inspect(nvml: Any = None) -> Gpus:
 def connect(nvml: Any = None) -> tuple[Any, str | None]:
     """Connect to NVML, which the caller must shut down; ``nvml`` replaces the module ``pynvml``.
 
-    Returns:
-        ``(module, None)``, or ``(None, reason)`` if NVML is not available.
+    Return ``(module, None)``, or ``(None, reason)`` if NVML is not available.
     """
     if torch.version.hip and nvml is None:
-        return None, "NVML supports only NVIDIA GPUs, and these are AMD's"
+        return None, "NVML supports only NVIDIA GPUs, not AMD's"
     try:
         nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -109,15 +108,15 @@ def connect(nvml: Any = None) -> tuple[Any, str | None]:
 
 
 def identity(device: torch.device) -> str:
-    """Return NVML's identity of this GPU; for an AMD GPU, which NVML does not know, its PCI address."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the PCI address
+    """Return NVML's identity of this GPU, or the PCI address of an AMD GPU."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs omit the PCI address
     if torch.version.hip:
         return f"PCI-{properties.pci_domain_id:x}:{properties.pci_bus_id:x}:{properties.pci_device_id:x}"
     return f"GPU-{properties.uuid}"
 
 
 def clock_reasons_now(nvml: Any, handle: Any) -> list[str] | None:
-    """Return what limits the clocks of a GPU now, in words; ``None`` if it does not report that."""
+    """Return what limits the clocks of a GPU now, in words; ``None`` if it is not reported."""
     bits = ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
     if bits is None:  # drivers before 535 only know the older name
         bits = ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
@@ -151,20 +150,20 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
 def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Gpu]) -> list[list[str | None]]:
     ends = [_nvlink_ends(nvml, handle) for handle in handles]
 
-    def between(one: int, other: int) -> str | None:
-        if one == other:
+    def between(source: int, target: int) -> str | None:
+        if source == target:
             return "SELF"
-        direct = ends[one].count(gpus[other].bus)
+        direct = ends[source].count(gpus[target].bus)
         if direct:
             return f"NV{direct}"
-        pair = handles[one], handles[other]
+        pair = handles[source], handles[target]
         over = ask(nvml, "nvmlDeviceGetP2PStatus", *pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        if ends[one] and over == nvml.NVML_P2P_STATUS_OK:  # through a switch, which uses all links of both
-            return f"NV{min(len(ends[one]), len(ends[other]))}"
+        if ends[source] and over == nvml.NVML_P2P_STATUS_OK:  # through a switch, which uses all links of both
+            return f"NV{min(len(ends[source]), len(ends[target]))}"
         ancestor = ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", *pair)
         return None if ancestor is None else _ANCESTORS.get(ancestor)
 
-    return [[between(one, other) for other in range(len(handles))] for one in range(len(handles))]
+    return [[between(source, target) for target in range(len(handles))] for source in range(len(handles))]
 
 
 def _nvlink_ends(nvml: Any, handle: Any) -> list[str | None]:
@@ -176,7 +175,7 @@ def _nvlink_ends(nvml: Any, handle: Any) -> list[str | None]:
 
 
 def ask(nvml: Any, question: str, *arguments: Any) -> Any:
-    """Return NVML's answer, or ``None`` if this GPU, driver or version of ``pynvml`` does not support the query."""
+    """Return NVML's answer, or ``None`` if the GPU, driver or ``pynvml`` does not support the query."""
     try:
         return getattr(nvml, question)(*arguments)
     except Exception:

@@ -16,10 +16,9 @@ from ptdbench.launch import settings
 
 
 def environment(device_type: str) -> dict[str, Any]:
-    """Return properties of this machine and installation that a measurement may depend on.
+    """Return properties of this machine and installation that a measurement may depend on, as JSON.
 
-    For the device type ``cpu`` CUDA is not initialized, so that the process can still fork. All values are JSON;
-    ``None`` for what does not exist here or cannot be determined.
+    For the device type ``cpu`` CUDA is not initialized, so that the process can fork. ``None``: absent or unknown.
     """
     import torch
 
@@ -42,7 +41,7 @@ def environment(device_type: str) -> dict[str, Any]:
 
 
 def this_package() -> str:
-    """Return the installed version of ptdbench; in a checkout, whose files may be newer, also the commit."""
+    """Return the installed version of ptdbench, and in a checkout, whose files may be newer, the commit."""
     git = _git(Path(__file__).parents[2])
     package = f"ptdbench {_version('ptdbench') or '(not installed)'}"
     if git["git_commit"]:
@@ -61,7 +60,7 @@ def _version(package: str) -> str | None:
 def _gpus() -> dict[str, Any]:
     import torch
 
-    # The version of RCCL in a ROCm build; builds without either lack the function too.
+    # RCCL's version in a ROCm build; builds without either do not have the function.
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
     return {
         "tf32": is_tf32_allowed(),
@@ -110,10 +109,9 @@ def _cpu_model() -> str:
 
 
 def allow_tf32(on: bool) -> None:
-    """Set both TF32 switches of this process: for products and for convolutions of fp32 tensors.
+    """Set both TF32 switches of this process, whose defaults differ: for products and for convolutions.
 
-    Their defaults in torch are opposite. This uses the older of torch's two interfaces, which keeps both consistent:
-    reading one interface after writing the other raises.
+    By the older of torch's two interfaces: reading one interface after writing the other raises.
     """
     import torch
 
@@ -122,7 +120,7 @@ def allow_tf32(on: bool) -> None:
 
 
 def is_tf32_allowed() -> bool:
-    """Return whether either switch is set; if so, MFU is relative to the higher peak."""
+    """Return whether either switch is set; MFU is then relative to TF32's peak."""
     import torch
 
     return bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)

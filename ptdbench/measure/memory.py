@@ -1,8 +1,8 @@
 """Memory: the peak of one rank, and the memory available on its host, in bytes.
 
-On a GPU the peak is that of PyTorch's caching allocator: parameters, gradients, optimizer state, activations and
-buffers of this process, without the CUDA context, NCCL's buffers and unused cache. On a CPU it is the peak resident
-set of the process, including interpreter, libraries and mapped files. The two kinds are not comparable.
+On a GPU the peak is of PyTorch's caching allocator: parameters, gradients, optimizer state, activations and buffers of
+this process, without the CUDA context, NCCL's buffers and unused cache. On a CPU it is the peak resident set of the
+process, including interpreter, libraries and mapped files. The two are not comparable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def _cuda() -> Any:
-    """Return ``torch.cuda``, which only a GPU needs: importing torch takes seconds."""
+    """Return ``torch.cuda``, imported only for a GPU, as importing torch takes seconds."""
     import torch
 
     return torch.cuda
@@ -43,7 +43,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """Return the peak memory that torch's allocator reserved on a GPU since :func:`reset_peak`; 0 on a CPU."""
+    """Return the peak memory reserved by torch's allocator on a GPU since :func:`reset_peak`; 0 on a CPU."""
     return int(_cuda().max_memory_reserved(device)) if device.type == "cuda" else 0
 
 
@@ -56,10 +56,7 @@ def outside_and_size(device: torch.device) -> tuple[int, int]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak to the memory in use.
-
-    Outside Linux, or if the kernel refuses, a CPU process keeps the peak since its start.
-    """
+    """Reset the peak to the memory in use; on a CPU without Linux, or if the kernel refuses, it stays."""
     if device.type == "cuda":
         _cuda().reset_peak_memory_stats(device)
     else:
@@ -68,10 +65,10 @@ def reset_peak(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Free objects in reference cycles, and return cached memory, that pinned for a GPU on the host too.
+    """Free objects in reference cycles, and return cached memory, including pinned host memory.
 
-    Call this before building something to measure in place of something else. A model refers to itself: through its
-    wrapped forward, and through the hooks of DDP and FSDP.
+    Call it before building something else to measure: a model refers to itself, through its wrapped forward and the
+    hooks of DDP and FSDP.
     """
     gc.collect()
     if device.type == "cuda":
@@ -84,7 +81,7 @@ def release(device: torch.device) -> None:
 
 
 def trim() -> None:
-    """Return freed host memory that glibc holds to the system."""
+    """Return to the system the freed host memory that glibc holds."""
     with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -110,10 +107,10 @@ def _peak_resident_bytes() -> int:
 
 
 def in_use(device: torch.device) -> Callable[[], int]:
-    """Return a function for the memory in use, of the same kind as :func:`peak_bytes`; it does not synchronize.
+    """Return a function for the memory in use, as in :func:`peak_bytes`; it does not synchronize.
 
-    Call this in the process to measure. The file stays open, as the function is called after every step, when the
-    processor's caches hold the step's data: opening it then costs far more than reading it (``make overhead``).
+    Call this in the process to measure. The file stays open: after a step, with cold caches, opening it would cost far
+    more than reading it (``make overhead``).
     """
     if device.type == "cuda":
         statistics = partial(_cuda().memory_stats_as_nested_dict, device)
@@ -127,10 +124,7 @@ def in_use(device: torch.device) -> Callable[[], int]:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel's OOM killer has killed: in this control group, else on the machine.
-
-    Compare it with an earlier count; 0 if the kernel does not report it.
-    """
+    """Return the kernel's count of OOM kills in this control group, else on the machine; 0 if not reported."""
     for path in [*(group / "memory.events" for group in cgroups.groups("memory")), Path("/proc/vmstat")]:
         with suppress(OSError):
             if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
@@ -147,17 +141,14 @@ _LIMITED = (
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of this host, or of the container or job that this process is in."""
+    """Memory of this host, or of this process's container or job."""
 
     total: int  #: Total bytes.
     available: int  #: Bytes that can be allocated now without swapping.
 
 
 def host_memory() -> HostMemory:
-    """Return the host's memory, capped by the limits of this process's control groups.
-
-    A container or a SLURM job may have less memory than its host, and a process that exceeds it is killed.
-    """
+    """Return the host's memory, capped by the limits of this process's container or SLURM job (control groups)."""
     host = psutil.virtual_memory()
     total, available = host.total, host.available
     for group in cgroups.groups("memory"):

@@ -1,12 +1,12 @@
 """The collective operations of ``torch.distributed``, each prepared at one size for repeated calls.
 
-The size of a message is that of the whole: if every rank holds a share (``scatter``, ``gather``, ``all_gather``,
+The size of a message is the whole: if every rank holds a share (``scatter``, ``gather``, ``all_gather``,
 ``reduce_scatter``, ``all_to_all``), the sum of all shares, as in nccl-tests.
 
 Messages are small integers that every rank can compute for every other. Each element depends on its source and
-position, so that a share from the wrong rank, a wrong order, and a contribution that is missing or counted twice all
-change the result. Reduced values stay within the integers that the dtype represents exactly, so that any order of
-additions gives the same bits.
+position, so that a share from the wrong rank, a wrong order, and a missing or doubled contribution all change the
+result. Reduced values are integers that the dtype represents exactly, so that any order of additions gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class Reduction:
     op: dist.ReduceOp.RedOpType  #: The torch operation.
     combine: Callable[[Tensor, Tensor], Tensor]  #: The same operation on two tensors.
     labels: Callable[[int], int]  #: Number of different values, from 1 on, that a number of ranks contribute.
-    #: How many ranks may contribute to one element in a dtype; ``None``: any number.
-    capacity: Callable[[Dtype], int] | None = None
+    capacity: Callable[[Dtype], int] | None = None  #: Maximum ranks that contribute to an element; ``None``: all.
     idle: int = 0  #: The value that the other ranks contribute.
 
 
@@ -86,14 +85,14 @@ REDUCTIONS: dict[str, Reduction] = {
 def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
     """Return the data that ``source`` sends in operations that do not reduce: ``count`` numbers from 1 to 113.
 
-    Any two of the first 113 sources differ at every position; others at most positions, but not always at the first.
+    Any two of the first 113 sources differ at every position; others at most positions.
     """
     return _stretched(_labels(source, _LABELS, _LABELS**2) + 1, count, dtype, device)
 
 
 @cache
 def _reduced(ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
-    """Compute one period of the result; cached, because it is slow for many ranks."""
+    """Compute one period of the result; cached, as it is slow for many ranks."""
     result = _contribution(0, ranks, dtype, reduction)
     for source in range(1, ranks):
         result = reduction.combine(result, _contribution(source, ranks, dtype, reduction))
@@ -103,8 +102,8 @@ def _reduced(ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
 def _contribution(source: int, ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
     """Compute one period of a rank's numbers.
 
-    If all ranks together would exceed the dtype, only every n-th rank contributes to an element, and the
-    contributors rotate after each cycle of labels: a short message then detects errors of some ranks only.
+    If all ranks together would exceed the dtype, only every n-th rank contributes to an element, and contributors
+    rotate after each cycle of labels: a short message then detects errors of some ranks only.
     """
     labels = reduction.labels(ranks)
     stride = -(-ranks // reduction.capacity(dtype)) if reduction.capacity else 1
@@ -140,7 +139,7 @@ def _stretched(period: Tensor, count: int, dtype: Dtype, device: torch.device) -
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupRank:
     """One rank of a group."""
 
     group: dist.ProcessGroup | None  #: The process group; ``None`` for all ranks of the run.
@@ -177,8 +176,7 @@ class Place:
 class Message:
     """One operation at one size, on one rank."""
 
-    #: Runs the operation; with ``async_op=True`` it returns the work to wait for.
-    call: Callable[..., dist.Work | None]
+    call: Callable[..., dist.Work | None]  #: Runs the operation; with ``async_op=True`` it returns the work.
     given: Tensor | None = None  #: This rank's input; ``None`` if it has none.
     result: Tensor | None = None  #: This rank's result, possibly ``given`` itself; ``None`` if it has none.
     fill: Callable[[], Tensor] | None = None  #: Content of ``given`` before a call to verify.
@@ -189,13 +187,12 @@ class Message:
 class Operation:
     """A collective operation."""
 
-    #: Creates the message for a rank and a number of elements, per share if there are shares.
-    prepare: Callable[[Place, int], Message]
-    has_shares: bool = False  #: Whether each rank holds its share of the whole.
+    prepare: Callable[[GroupRank, int], Message]  #: Creates a rank's message of so many elements, per share if any.
+    has_shares: bool = False  #: Whether each rank holds a share of the whole.
     reduces: bool = False  #: Whether it takes a reduction.
 
     def count(self, size: int, ranks: int, item_bytes: int) -> int:
-        """Return the elements of a message of about ``size`` bytes, at least one, per share if there are shares."""
+        """Return the elements, at least one, of a message of about ``size`` bytes, per share if there are shares."""
         return max(1, size // (item_bytes * (ranks if self.has_shares else 1)))
 
     def bytes(self, count: int, ranks: int, item_bytes: int) -> int:
@@ -208,7 +205,7 @@ _all_gather_tensor: Callable[..., dist.Work | None] = getattr(dist, "all_gather_
 _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def _broadcast(at: Place, count: int) -> Message:
+def _broadcast(at: GroupRank, count: int) -> Message:
     data = at.empty(count)
     return Message(
         partial(dist.broadcast, data, at.root, at.group),
@@ -219,7 +216,7 @@ def _broadcast(at: Place, count: int) -> Message:
     )
 
 
-def _reduce(at: Place, count: int, to_all: bool = False) -> Message:
+def _reduce(at: GroupRank, count: int, to_all: bool = False) -> Message:
     data = at.empty(count)
     reduce = dist.all_reduce if to_all else partial(dist.reduce, dst=at.root)
     return Message(
@@ -231,7 +228,7 @@ def _reduce(at: Place, count: int, to_all: bool = False) -> Message:
     )
 
 
-def _scatter(at: Place, count: int) -> Message:
+def _scatter(at: GroupRank, count: int) -> Message:
     ranks = len(at.ranks)
     share = at.empty(count)
     whole = at.empty(count * ranks) if at.index == 0 else None
@@ -245,7 +242,7 @@ def _scatter(at: Place, count: int) -> Message:
     )
 
 
-def _gather(at: Place, count: int, to_all: bool = False) -> Message:
+def _gather(at: GroupRank, count: int, to_all: bool = False) -> Message:
     ranks = len(at.ranks)
     share = at.empty(count)
     whole = at.empty(count * ranks) if to_all or at.index == 0 else None
@@ -260,7 +257,7 @@ def _gather(at: Place, count: int, to_all: bool = False) -> Message:
     )
 
 
-def _reduce_scatter(at: Place, count: int) -> Message:
+def _reduce_scatter(at: GroupRank, count: int) -> Message:
     ranks = len(at.ranks)
     whole, share = at.empty(count * ranks), at.empty(count)
     return Message(
@@ -272,7 +269,7 @@ def _reduce_scatter(at: Place, count: int) -> Message:
     )
 
 
-def _all_to_all(at: Place, count: int) -> Message:
+def _all_to_all(at: GroupRank, count: int) -> Message:
     """Send from ``a`` to ``b`` the pattern of source ``a * ranks + b``."""
     ranks = len(at.ranks)
     given, result = at.empty(count * ranks), at.empty(count * ranks)
@@ -298,19 +295,18 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def lacking(backend: str, device_type: str) -> list[str]:
-    """List the operations that a backend does not support for tensors of a device.
+def unsupported(backend: str, device_type: str) -> list[str]:
+    """Return the operations that a backend does not support for a device, by the table of ``torch.distributed``.
 
-    This follows the table of backends in the documentation of ``torch.distributed``: gloo works on host memory, and
-    supports only two operations on GPU tensors. A barrier has no tensor.
+    gloo supports only two operations on GPU tensors, and the barrier, which has no tensor.
     """
     if (backend, device_type) != ("gloo", "cuda"):
         return []
     return [name for name in OPERATIONS if name not in ("broadcast", "all_reduce", "barrier")]
 
 
-def verify(message: Message, name: str, place: Place, asynchronous: bool) -> None:
-    """Run an operation once on a test pattern; raises ArithmeticError with its name if the result is wrong."""
+def verify(message: Message, name: str, place: GroupRank, asynchronous: bool) -> None:
+    """Run an operation once on a test pattern; raise ArithmeticError with its name if the result is wrong."""
     if message.result is not None:
         message.result.zero_()
     if message.given is not None and message.fill:
@@ -325,15 +321,12 @@ def verify(message: Message, name: str, place: Place, asynchronous: bool) -> Non
 
 
 def compare(result: Tensor, expected: Tensor, name: str, rank: int) -> None:
-    """Raise ArithmeticError if the two differ, with the first wrong element, its value and the expected value.
-
-    Nothing is compared on a virtual GPU, which neither computes nor moves data.
-    """
+    """Raise ArithmeticError with the first wrong element, if any; a virtual GPU's data is not compared."""
     if (result.is_cuda and is_virtual(torch.cuda.get_device_name(result.device))) or torch.equal(result, expected):
         return
     wrong = (result != expected).nonzero().flatten()
     first = int(wrong[0])
     raise ArithmeticError(
-        f"{name}: rank {rank} has {result[first].item():g} at element {first} and not {expected[first].item():g}; "
+        f"{name}: rank {rank} has {result[first].item():g} at element {first} instead of {expected[first].item():g}; "
         f"{len(wrong)} of {result.numel()} elements are wrong"
     )

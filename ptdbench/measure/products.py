@@ -1,4 +1,4 @@
-"""The best rates of one device: matrix products and memory copies, with a cold cache."""
+"""Rates of one device: matrix products and memory copies, with a cold cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ptdbench.measure.timing import Effort, Step, timed
 #: Arithmetic of a product → dtype of its matrices. ``tf32``: fp32 matrices with TF32 allowed.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-#: Maximum error of a product relative to its largest entry: rounding of inputs and output, with a margin for sums.
+#: Maximum error of a product relative to its largest entry: of rounding inputs and output, with a margin for sums.
 TOLERANCE = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 2e-2, "fp16": 5e-3}
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -29,7 +29,7 @@ _USUAL_CACHE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Shape:
+class ProductShape:
     """A product of an ``(m, k)`` and a ``(k, n)`` matrix."""
 
     m: int
@@ -37,7 +37,7 @@ class Shape:
     k: int
 
     @classmethod
-    def of(cls, text: object) -> Shape:
+    def of(cls, text: object) -> ProductShape:
         """Parse ``4096`` for a square product or ``MxNxK``, such as ``4096x1024x512``; raises ValueError."""
         if not re.fullmatch(r"\d+(x\d+x\d+)?", str(text)) or "0" in str(text).split("x"):
             raise ValueError(f"{text} is not a shape")
@@ -58,19 +58,16 @@ class Shape:
 
 
 def cache_flusher(device: torch.device) -> Callable[[], Tensor]:
-    """Return a function that flushes the last-level cache by updating a buffer of twice its size; work is queued."""
+    """Return a function that flushes the last-level cache, in the stream, by updating a buffer of twice its size."""
     buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
     return partial(buffer.add_, 1)  # reads too: pure writes may bypass the cache
 
 
-def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: float) -> list[float]:
-    """Return the seconds of each timed product of one pair of random matrices; the cache is flushed before each.
+def product_seconds(shape: ProductShape, dtype: str, device: torch.device, seconds: float) -> list[float]:
+    """Return the seconds of each timed product of two random matrices, in about ``seconds``, flushes included.
 
-    Matrices are random because with zeros a GPU draws less power and clocks higher than in real use. ``seconds`` is the
-    approximate duration of all repetitions, including the flushes between them.
-
-    Raises:
-        ArithmeticError: The product is wrong.
+    With zeros a GPU draws less power and clocks higher than in real use. The cache is flushed before each product.
+    Raise ArithmeticError if the product is wrong.
     """
     generator = torch.Generator(device).manual_seed(0)
     a, b = (
@@ -87,8 +84,7 @@ def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: flo
 def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, list[float]]]:
     """Return the seconds of each timed memory copy, with the bytes that it moves, by kind.
 
-    A copy within one memory reads and writes each byte, and both count, as in STREAM. A copy between host
-    and GPU crosses the link once, so each byte counts once.
+    Within one memory each byte counts twice, as read and written (STREAM); between host and GPU once.
     """
     size = min(max(4 * cache_bytes(device), 2**28), 2**30)
 
@@ -112,8 +108,8 @@ def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, l
 def repeat(work: Step, between: Step, device: torch.device, seconds: float) -> list[float]:
     """Return the seconds of each timed repetition of ``work``; ``between`` runs untimed before each of them.
 
-    On a GPU the work is queued on the current stream. All repetitions take about ``seconds``, within the bounds of an
-    :class:`Effort`, whose warm-up lets the library choose its kernel.
+    All repetitions take about ``seconds``, within the bounds of an :class:`Effort`, whose warm-up lets the library
+    choose its kernel.
     """
     effort = Effort(seconds)
     gc.collect()
@@ -139,12 +135,12 @@ def cache_bytes(device: torch.device) -> int:
     return max(sizes, default=_USUAL_CACHE_BYTES)
 
 
-def _verify(a: Tensor, b: Tensor, out: Tensor, dtype: str, shape: Shape) -> None:
+def _verify(a: Tensor, b: Tensor, out: Tensor, dtype: str, shape: ProductShape) -> None:
     """Compare a corner of the product with double precision."""
     corner = a[:8].double() @ b[:, :8].double()
     error = ((out[:8, :8].double() - corner).abs().max() / corner.abs().max()).item()
     if not error <= TOLERANCE[dtype]:  # true for NaN, too
         raise ArithmeticError(
-            f"the {dtype} product {shape} on {a.device} is wrong by {error:.1e} of its size, "
-            f"and rounding explains at most {TOLERANCE[dtype]:.0e}"
+            f"the {dtype} product {shape} on {a.device} has a relative error of {error:.1e}, "
+            f"but rounding explains at most {TOLERANCE[dtype]:.0e}"
         )

@@ -1,7 +1,7 @@
-"""What measurements find out, as records have it; no torch is needed to read it.
+"""The results of measurements, as records hold them; they can be read without torch.
 
-The results of a workload that does not train are in the record field named after it. Records are not checked against
-:class:`Findings` when they are read, since a custom workload may store anything.
+The results of a workload that does not train are in the record field named after it. Reading a record does not check
+them against :class:`Findings`, as a custom workload may store anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Amount = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Quantity = Annotated[float, Meta(ge=0, le=1e30)]
 Positive = Annotated[float, Meta(ge=1e-30, le=1e30)]
 
-#: Whether a cluster is sound; ``busy``: other load may be the cause of every finding.
+#: Whether a cluster is sound; ``busy``: other load may have caused every finding.
 Verdict = Literal["sound", "busy", "unsound"]
 
 
@@ -34,7 +34,7 @@ class OtherLoad(Struct, frozen=True):
 
     node: str  #: The node.
     cores: int  #: Number of cores that the ranks of the node may use.
-    taken: float | None  #: Cores that other processes took, on average; null if the system does not say.
+    taken: float | None  #: Cores that other processes used, on average; null if unknown.
     gpu_ranks: list[int]  #: Ranks whose GPU other processes use.
     on_gpu: bool  #: Whether the ranks measured GPUs.
 
@@ -72,7 +72,7 @@ class Key(Struct, frozen=True):
     driver: str | None  #: Version of the GPU's driver; null on a CPU.
     torch: str  #: Version of PyTorch.
     dtype: str  #: Arithmetic of the products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
-    threads: int | None  #: Threads of a rank; null for a GPU, where they do not matter.
+    threads: int | None  #: Threads of a rank; null for a GPU.
 
     def __str__(self) -> str:
         parts = [self.device, self.driver and f"driver {self.driver}", f"torch {self.torch}", self.dtype]
@@ -89,7 +89,7 @@ class Ceiling(Key, frozen=True):
     flops_per_second: float  #: Median rate of that product.
     share_of_peak: float | None  #: That rate divided by the data sheet's dense peak.
     peak_reason: str | None  #: Why there is no peak.
-    beside_load: bool  #: Whether other processes used these devices meanwhile, so that the rate may be too low.
+    beside_load: bool  #: Whether it was measured under load, so that the rate may be too low.
 
 
 class Fit(Struct, frozen=True):
@@ -105,12 +105,12 @@ class Fit(Struct, frozen=True):
 
 
 class Finding(Struct, frozen=True):
-    """One problem that the check found."""
+    """One problem of a cluster."""
 
     kind: str  #: ``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``.
     ranks: list[int]  #: The affected ranks.
     text: str  #: The message to show.
-    beside_load: bool = False  #: Whether other load may be the cause.
+    beside_load: bool = False  #: Whether other load may have caused it.
 
 
 class Hello(Struct):
@@ -225,14 +225,14 @@ class Pair(Struct):
 
     source: int  #: The sending rank.
     target: int  #: The receiving rank.
-    latency: float | None  #: One-way latency in seconds; null if measuring it would have taken too long.
+    latency: float | None  #: One-way latency in seconds; null if it takes too long to measure.
     bandwidth: float | None  #: Bytes per second at the largest size.
     fit: Fit | None  #: The line fitted to all sizes; null if there are too few.
     sizes: list[MessageSize]  #: The measurements, by size.
 
 
 class BothWays(Struct):
-    """Two ranks that send to each other at once."""
+    """Two ranks that send to each other at the same time."""
 
     ranks: list[int]  #: The two ranks.
     sizes: list[MessageSize]  #: The measurements, by size; bandwidths are the sum of both directions.
@@ -253,7 +253,7 @@ class P2P(Struct):
     """Links between ranks (``workload=p2p``)."""
 
     pairs: list[Pair]  #: One per direction.
-    both: list[BothWays]  #: Both directions at once.
+    both: list[BothWays]  #: Both directions at the same time.
     overlap: list[Overlap]  #: Overlap of messages and computation.
     cut: list[Cut]  #: Skipped sizes.
 
@@ -269,8 +269,7 @@ class Collectives(Struct):
     cut: list[Cut]  #: Skipped sizes.
     left_out: list[str]  #: Collectives that the backend does not support.
 
-    #: Why ``fits`` could not be cached for the ``phases`` of later runs; null if they were, or do not cover all ranks.
-    kept: str | None = None
+    kept: str | None = None  #: Why ``fits`` were not cached for later runs; null if they were, or are not of all ranks.
 
 
 class Check(Struct):
@@ -281,8 +280,8 @@ class Check(Struct):
     busy: str | None  #: Load by other processes on the nodes; null unless the verdict is ``busy``.
     findings: list[Finding]  #: The faults found.
     remarks: list[str]  #: Remarks that do not make the cluster unsound.
-    tolerance: float  #: How far below the median of its peers a rank or link may be, as a share of the median.
-    attempts: dict[str, int]  #: How often each workload was repeated because something looked slow.
+    tolerance: float  #: How far below the median of its peers a rank or link may be, as a fraction of it.
+    attempts: dict[str, int]  #: How often each workload ran because something looked slow.
     #: Load by other processes on each node while products (``matmul``) and links (``p2p``) were measured.
     other_load: dict[str, list[OtherLoad]]
     hello: Hello  #: The ranks.

@@ -1,8 +1,8 @@
 """Timing of messages, and statistics of times that do not assume a normal distribution.
 
-As in nccl-tests, the ranks synchronize at a barrier before a block of repetitions but not between them, so a repetition
-may begin while another rank finishes the previous one; the block contains nothing else. Every repetition is timed on
-every rank, and takes as long as its slowest rank: the ranks compare their lists once, after the block.
+As in nccl-tests, ranks synchronize at a barrier before a block of repetitions but not between them, so a repetition may
+begin while another rank finishes the previous one. Every repetition is timed on every rank, and takes as long as its
+slowest rank; ranks compare their lists after the block.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Step = Callable[[], object]  # what is timed
 
 @dataclass(frozen=True)
 class Effort:
-    """The measurement effort for one figure."""
+    """The effort for one figure."""
 
     seconds: float = 0.03  #: Target duration of the timed repetitions.
     min_repetitions: int = 5  #: Minimum number of timed repetitions.
     max_repetitions: int = 1000  #: Maximum number of timed repetitions.
-    warmup: int = 2  #: Untimed repetitions, at least one; the fastest of them determines how many fit into ``seconds``.
+    warmup: int = 2  #: Untimed repetitions, at least one; the fastest one determines how many fit into ``seconds``.
     max_seconds: float = 1.0  #: A size whose ``min_repetitions`` would take longer is skipped, with all larger sizes.
 
     def repetitions(self, once: float) -> int:
@@ -57,19 +57,19 @@ def problems(options: Mapping[str, Any]) -> list[Problem]:
     counts = ("warmup", "min_bytes", "max_bytes", "min_repetitions", "max_repetitions")
     bounds = (("min_bytes", "max_bytes"), ("min_repetitions", "max_repetitions"))
     rules = [*((options[name] > 0, name, "must be greater than 0") for name in ("seconds", "max_seconds"))]
-    rules += [(options[low] <= options[high], high, f"must not be below {low}, {options[low]}") for low, high in bounds]
+    rules += [(options[low] <= options[high], high, f"must be at least {low}, {options[low]}") for low, high in bounds]
     of_counts = at_least(1, **{name: options[name] for name in counts}) + at_least(2, factor=options["factor"])
     return of_counts + [Problem(option, options[option], rule) for holds, option, rule in rules if not holds]
 
 
 def single_rank(workload: str, world_size: int) -> Problem | None:
-    """Return a problem if a single rank is to measure messages, which have no receiver then."""
+    """Return a problem if a single rank is to measure messages."""
     remedy = "try cluster.ranks_per_node=2, or more nodes"
     return Problem("workload", workload, "needs at least two ranks", remedy) if world_size < 2 else None
 
 
 def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
-    """List sizes from ``min_bytes``, each ``factor`` times the previous, up to ``max_bytes``, which is always last."""
+    """Return sizes from ``min_bytes``, each ``factor`` times the previous, with ``max_bytes`` always last."""
     smaller = []
     size = min_bytes
     while size < max_bytes:
@@ -79,37 +79,33 @@ def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
 
 
 def require_memory(device: torch.device, local_size: int, need: int, option: str, value: object) -> None:
-    """Require ``need`` bytes of free memory on each rank; all ranks raise together, so that none waits for another.
+    """Require ``need`` bytes of free memory on each rank; called in all ranks, with the ranks on the node.
 
-    Every rank calls this, with the number of ranks on its node and the option responsible.
-
-    Raises:
-        ConfigError: On every rank, naming the rank with the least free memory.
+    Raise ConfigError for ``option`` on all ranks together, naming the rank with the least free memory.
     """
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of a run before this, which otherwise counts as used
-        free, what = torch.cuda.mem_get_info(device)[0], "its GPU"
+        torch.cuda.empty_cache()  # of an earlier run, which otherwise counts as used
+        free, where = torch.cuda.mem_get_info(device)[0], "on its GPU"
     else:
-        free, what = host_memory().available // local_size, "its share of the node"
-    room = gather((free, what))
+        free, where = host_memory().available // local_size, "as its share of the node"
+    room = gather((free, where))
     rank = min(range(len(room)), key=lambda number: room[number][0])
     least, place = room[rank]
     if need > least:
-        rule = f"needs {need / 2**30:.3g} GiB of memory per rank, and rank {rank} has {least / 2**30:.3g} GiB: {place}"
+        rule = f"needs {need / 2**30:.3g} GiB per rank, but rank {rank} has {least / 2**30:.3g} GiB free {place}"
         raise ConfigError([Problem(option, value, rule, "try less")])
 
 
 def repeat(step: Step | None, device: torch.device, effort: Effort) -> list[float]:
-    """Return the seconds of every timed repetition on its slowest rank; every rank calls this, with the same result.
+    """Return the seconds of every timed repetition on its slowest rank; called in all ranks, with the same result.
 
-    ``step`` is ``None`` on ranks that do not take part and only wait. The list is empty if ``min_repetitions`` would
-    take too long.
+    ``step``: ``None`` on ranks that only wait. The list is empty if ``min_repetitions`` would take too long.
     """
     return repeat_in_turns([step], device, effort)[0]
 
 
 def repeat_in_turns(steps: Sequence[Step | None], device: torch.device, effort: Effort) -> list[list[float]]:
-    """Like :func:`repeat` for several steps to compare, interleaved so that interference affects all of them."""
+    """Like :func:`repeat` for several steps, interleaved so that interference affects all of them."""
     dist.barrier()
     warmup = [most(*seconds) for seconds in timed(steps, effort.warmup, device)]
     once = max(min(seconds) for seconds in warmup)
@@ -122,7 +118,7 @@ def repeat_in_turns(steps: Sequence[Step | None], device: torch.device, effort: 
 def timed(
     steps: Sequence[Step | None], count: int, device: torch.device, between: Step = lambda: None
 ) -> list[list[float]]:
-    """Return the seconds of ``count`` repetitions of each step on this rank; zeros if it does not take part.
+    """Return the seconds of ``count`` repetitions of each step on this rank, zeros for ``None``.
 
     ``between`` runs untimed before each repetition.
     """
@@ -141,17 +137,10 @@ def warmup_end(step_seconds: Sequence[float], minimum: int) -> int:
     """Return the number of leading warm-up steps, by the MSER rule.
 
     MSER drops the first ``d`` steps, where ``d`` minimizes the standard error of the remaining mean,
-    ``argmin_d sum_{i >= d} (x_i - mean_d)^2 / (n - d)^2``: dropping more than the slow first steps costs more in
-    sample size than it gains in variance. Source: K. P. White, "An effective truncation heuristic for bias
-    reduction in simulation output", Simulation 69(6), 1997. ``d`` is limited to the first half, because near the
-    end the estimate is based on too few steps.
-
-    Args:
-        step_seconds: Seconds of every step, including the first.
-        minimum: Minimum number of warm-up steps, limited to half of all steps.
-
-    Returns:
-        The index of the first timed step, between 0 and ``len(step_seconds) // 2``.
+    ``argmin_d sum_{i >= d} (x_i - mean_d)^2 / (n - d)^2``: dropping more than the slow first steps costs more in sample
+    size than it gains in variance (K. P. White, "An effective truncation heuristic for bias reduction in simulation
+    output", Simulation 69(6), 1997). ``d`` and ``minimum`` are limited to the first half, as near the end the estimate
+    is based on too few steps.
     """
     count = len(step_seconds)
     last = count // 2
@@ -168,14 +157,10 @@ def warmup_end(step_seconds: Sequence[float], minimum: int) -> int:
 
 
 def warmup_ends(starts: Sequence[Sequence[float]], minimum: int) -> list[int]:
-    """Return the number of leading warm-up steps of each start of a run, whose other steps are timed together.
+    """Return the number of leading warm-up steps of each start of a run, given the seconds of its steps.
 
-    For a single start it is that of :func:`warmup_end`. With several starts a short one drops its full warm-up, even if
-    that is all of it, as its slow first steps would count among the steps of the others.
-
-    Args:
-        starts: Seconds of every step of each start.
-        minimum: Minimum number of warm-up steps.
+    A single start has :func:`warmup_end`. Of several starts, whose other steps are timed together, a short one drops
+    its full warm-up, even if nothing remains, as its slow first steps would count among the others.
     """
     ends = [warmup_end(start, minimum) for start in starts]
     full = [min(len(start), max(1, minimum, end)) for start, end in zip(starts, ends, strict=True)]
@@ -192,7 +177,7 @@ def summary(seconds: Sequence[float]) -> StepSeconds:
 
 
 def median_of(times: StepSeconds) -> float:
-    """Return the median of times that are known not to be empty."""
+    """Return the median of times that are not empty."""
     assert times.median is not None
     return times.median
 
@@ -200,13 +185,10 @@ def median_of(times: StepSeconds) -> float:
 def median_interval(values: Sequence[float]) -> list[float] | None:
     """Return a distribution-free 95 % confidence interval of the median, from order statistics.
 
-    The median of the distribution lies outside ``[x_(k), x_(n+1-k)]`` with probability
-    ``2 P(Binomial(n, 1/2) < k)`` (David and Nagaraja, "Order Statistics", 3rd edition, section 7.1). The
-    largest ``k`` for which that is at most 5 % is used. This assumes independent values; with correlated steps the
-    true interval is wider.
-
-    Returns:
-        ``[low, high]``, or ``None`` below six values: even their whole range covers less than 95 %.
+    The median of the distribution lies outside ``[x_(k), x_(n+1-k)]`` with probability ``2 P(Binomial(n, 1/2) < k)``
+    (David and Nagaraja, "Order Statistics", 3rd edition, section 7.1); ``k`` is the largest for which that is at most
+    5 %. This assumes independent values; with correlated steps the true interval is wider. ``None`` below six values,
+    whose whole range covers less than 95 %.
     """
     count = len(values)
     of_any = math.lgamma(count + 1) - count * math.log(2)

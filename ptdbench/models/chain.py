@@ -1,9 +1,9 @@
-"""Splits a module that defines no stages into a chain: what comes before its repeated blocks, each block, what follows.
+"""Splits a module without ``parts()`` into a chain: what comes before its repeated blocks, each block, what follows.
 
 The code around the blocks is not changed: a stage runs the module's ``forward`` with a slot in place of each block.
-Slots stop the pass before the first block, capture the blocks' other arguments (a mask, positions), or let the rest run
-on the output of the last block. So the blocks must be called one after the other, each with the output of the one
-before, and nothing else may depend on the samples. This is verified by trial runs.
+Slots stop the pass before the first block, capture the blocks' other arguments (a mask, positions), or run the rest on
+the output of the last block. So each block must be called with the output of the one before, and nothing else may
+depend on the samples. Trial runs verify this.
 """
 
 from __future__ import annotations
@@ -29,15 +29,26 @@ Finish = Callable[[Any, Tensor | None], Tensor]
 
 
 class NoChain(Exception):
-    """The reason why a module cannot be cut between its blocks, in words that follow "the model"."""
+    """The reason why a module cannot be split into stages, a clause; ``remedy``: what its author can do."""
+
+    def __init__(self, reason: str, remedy: str = "define parts()") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+def owned(kind: str, part: nn.Module, names: Sequence[str]) -> NoChain:
+    """Return the reason that ``part``, which pipeline stages would share, has such weights or buffers of its own."""
+    which = " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+    remedy = f"move {'them' if len(names) > 1 else 'it'} into a submodule or define parts()"
+    return NoChain(f"{type(part).__name__} itself owns {kind}{which}", remedy)
 
 
 def repeated(module: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of a module, by name.
 
-    Their class is that of the longest ``ModuleList`` or ``Sequential`` whose members are all of one class and consist
-    of several modules. Members of shorter lists of that class count too, as in a ResNet. Lists within a block, such as
-    heads and experts, do not: their members need not be called in order, nor on every rank.
+    Blocks are the members of the longest ``ModuleList`` or ``Sequential`` of one class whose members consist of several
+    modules, and of shorter lists of that class, as in a ResNet. Lists within a block, such as heads and experts, do not
+    count: their members need not be called in order, nor on every rank.
     """
     lists = {
         part: list(part.children())
@@ -61,14 +72,14 @@ def repeated(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _are_blocks(members: Sequence[nn.Module]) -> bool:
-    """Whether members of a list repeat each other, unlike the stages of an image network, whose blocks grow wider."""
+    """Whether members of a list repeat each other, unlike the stages of an image network, which grow wider."""
     shapes = {tuple(weight.shape for weight in member.parameters()) for member in members}
     return len(shapes) < len(members) and type(members[0]) not in (nn.ModuleList, nn.Sequential)
 
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn any exception of third-party code into the reason why the module cannot be cut."""
+    """Turn any exception of third-party code into a NoChain that begins with ``what``."""
     try:
         yield
     except NoChain:
@@ -79,7 +90,7 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def has_weights(module: nn.Module, recurse: bool = True) -> bool:
-    """Whether a module has parameters; with ``recurse=False``, parameters of its own."""
+    """Whether a module has parameters, or with ``recurse=False`` parameters of its own."""
     return next(module.parameters(recurse), None) is not None
 
 
@@ -110,7 +121,7 @@ class _Slot(nn.Module):
 
     def __init__(self, module: nn.Module, act: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__["attribute"] = partial(getattr, module)  # which is no submodule, nor part of the state here
+        self.__dict__["attribute"] = partial(getattr, module)  # neither a submodule nor part of the state here
         self._act = act  # must not be a local function: a copy of the model would share it
 
     def __getattr__(self, name: str) -> Any:
@@ -150,7 +161,7 @@ class Chain:
         self._dtype = torch.float32  # of the hidden state
         self._device = torch.device("cpu")
         if len(self._blocks) < 2:
-            raise NoChain("has no parts(), and no list of blocks of one class to cut between")
+            raise NoChain("it has no parts() and no list of blocks of one class")
         self._before: dict[str, nn.Module] = {}  # modules with weights, by name
         self._after: dict[str, nn.Module] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -159,12 +170,11 @@ class Chain:
         self._hidden_shape = torch.Size()
         self._others_of: dict[Any, dict[str, _OtherArguments]] = {}
         if any(weight.is_meta for weight in module.parameters()):
-            raise NoChain("has no parts(), and has no values yet to find out what its blocks depend on")
-        #: The copied modules, with their originals, from which they have their modes.
-        self._copied: list[tuple[nn.Module, nn.Module]] = []
+            raise NoChain("it has no parts(), and no values yet to find what its blocks depend on")
+        self._copied: list[tuple[nn.Module, nn.Module]] = []  #: Copied modules, and the originals that set their modes.
         #: In the trial: what each pass starts from, so that none sees what another has counted.
         self._states: list[ModuleState] = []
-        with refusing("cannot be tried between its blocks"), trial(module):
+        with refusing("its blocks cannot be tried apart"), trial(module):
             self._front = self._with_slots({})
             self._states = [ModuleState(module), ModuleState(self._front)]
             self._observe()
@@ -174,11 +184,7 @@ class Chain:
         self._states = []
 
     def parts(self, prefix: str = "") -> dict[str, nn.Module]:
-        """Return the pieces in order; the last one is called with ``(hidden, targets)``.
-
-        Args:
-            prefix: Prefix that turns a name in the module into a full name.
-        """
+        """Return the pieces in order, under ``prefix``; the last one is called with ``(hidden, targets)``."""
 
         def full(members: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
             return {prefix + name: member for name, member in members.items()}
@@ -205,7 +211,7 @@ class Chain:
         return self._finish(self._run(shell, self._inputs(hidden), lambda *_: self._returned(hidden)), targets)
 
     def _others(self, hidden: Tensor) -> dict[str, _OtherArguments]:
-        """Return each block's arguments other than the hidden state; determined once per batch size."""
+        """Return each block's arguments other than the hidden state, captured once per batch size."""
         key = (hidden.shape, hidden.dtype, hidden.device)
         self._dtype = hidden.dtype
         if key not in self._others_of:
@@ -214,7 +220,7 @@ class Chain:
         return self._others_of[key]
 
     def _capture_others(self, shell: nn.Module, inputs: Tensor) -> dict[str, _OtherArguments]:
-        """Determine each block's arguments other than the hidden state, by name: masks may differ between blocks."""
+        """Capture each block's arguments other than the hidden state, by name: masks may differ between blocks."""
         others: dict[str, _OtherArguments] = {}
 
         def act(name: str, arguments: _Arguments) -> Any:
@@ -233,7 +239,7 @@ class Chain:
         try:
             return self._call(shell, inputs)
         finally:
-            self._act = _stop  # release the hidden state that it may hold
+            self._act = _stop  # release the hidden state
             for state in self._states:
                 state.restore()
 
@@ -244,7 +250,7 @@ class Chain:
         return (hidden,) if self._in_tuple else hidden
 
     def _place(self, device: torch.device) -> None:
-        """Move tables of positions and other buffers outside pieces to the device, as no piece does."""
+        """Move buffers outside pieces, such as tables of positions, to the device, as no piece does."""
         if device == self._device:
             return
         self._device = device
@@ -258,19 +264,19 @@ class Chain:
         return torch.zeros(shape, dtype=self._example.dtype, device=hidden.device)
 
     def _at(self, name: str, /, *arguments: Any, **options: Any) -> Any:
-        """Perform the current action in place of a block, whose first argument may be a keyword."""
+        """Act in place of a block, whose first argument may be a keyword."""
         hidden, *others = arguments or (options.pop(next(iter(options))),)
         return self._act(name, (hidden, tuple(others), options))
 
     def _stub(self, shape: torch.Size, fill: float, /, inputs: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return a tensor like that of a module before the blocks for this many inputs; values do not matter."""
+        """Return the output of a module before the blocks for this many inputs, with arbitrary values."""
         return torch.full((len(inputs), *shape[1:]), fill, dtype=self._dtype, device=inputs.device)
 
     def _stubs(self, fill: float) -> dict[str, nn.Module]:
         return {name: _Slot(part, partial(self._stub, self._shapes[name], fill)) for name, part in self._before.items()}
 
     def _with_slots(self, stubs: Mapping[str, nn.Module]) -> nn.Module:
-        """Return the module with slots for blocks, and stubs; modules around these are copied, all others shared."""
+        """Return the module with slots for blocks, and stubs; modules around them are copied, all others shared."""
         slots = {name: _Slot(block, partial(self._at, name)) for name, block in self._blocks.items()}
         replaced = {**slots, **stubs}
 
@@ -293,7 +299,7 @@ class Chain:
         return rebuilt(self._module, "")
 
     def _observe(self) -> None:
-        """Run the module with only its first block in place, and note the order in which it calls its modules."""
+        """Run the module with only its first block, and note the order in which it calls its modules."""
         names, owners = list(self._blocks), _owners(self._module, self._blocks)
         calls: list[str] = []
         returned: list[Tensor] = []
@@ -302,7 +308,7 @@ class Chain:
             calls.append(name)
             hidden, others, options = arguments
             if returned and hidden is not returned[-1]:
-                raise NoChain(f"does not call {name} with what {calls[-2]} returns")
+                raise NoChain(f"it does not call {name} with the output of {calls[-2]}")
             if not returned:
                 returned_first = self._blocks[name](hidden, *others, **options)
                 self._in_tuple = isinstance(returned_first, tuple)
@@ -320,21 +326,21 @@ class Chain:
                 hooks.callback(owner.register_forward_hook(partial(note, name)).remove)
             self._run(self._front, torch.zeros((2, *self._example.shape[1:]), dtype=self._example.dtype), act)
         if [name for name in calls if name in self._blocks] != names:
-            raise NoChain(f"does not call {names[0]} to {names[-1]} once each and in order")
+            raise NoChain(f"it does not call {names[0]} to {names[-1]} once each and in order")
         start, end = calls.index(names[0]), calls.index(names[-1])
         for name, owner in owners.items():
             if name not in calls:
-                raise NoChain(f"does not call {name}, which has weights")
+                raise NoChain(f"it does not call {name}, which has weights")
             if start < calls.index(name) < end:
-                raise NoChain(f"calls {name} between its blocks")
+                raise NoChain(f"it calls {name} between its blocks")
             (self._before if calls.index(name) < start else self._after)[name] = owner
         if not self._before or not self._after:
-            raise NoChain(f"has no weights {'after' if self._before else 'before'} its blocks")
+            raise NoChain(f"it has no weights {'after' if self._before else 'before'} its blocks")
 
     def _require_independence(self) -> None:
         """Require that only the hidden state depends on the samples, and no piece on the weights of another.
 
-        Verified with two different samples and stub outputs, and with NaN in the weights of other pieces.
+        Two different samples and stub outputs verify this, and NaN in the weights of other pieces.
         """
         shape = (2, *self._example.shape[1:])
         zeros, ones = (torch.full(shape, value, dtype=self._example.dtype) for value in (0, 1))
@@ -342,21 +348,21 @@ class Chain:
         with torch.enable_grad():
             probe = hidden.clone().requires_grad_()
             outputs = self._end(self._back, probe).sum()
-        passes = outputs.requires_grad and probe.requires_grad  # not if it was an output of what has no gradients
+        passes = outputs.requires_grad and probe.requires_grad  # not if a function without gradients intervenes
         if not passes or torch.autograd.grad(outputs, probe, allow_unused=True) == (None,):
-            raise NoChain("passes no gradient to its last block, as under reentrant checkpointing")
+            raise NoChain("it passes no gradient to its last block, as under reentrant checkpointing")
         begun, others = self._begin(zeros), tree_leaves(self._capture_others(self._back, zeros))
         rest = self._end(self._back, hidden)
         with _spoiled(self._module, [*self._before.values(), *self._blocks.values()]):
             other = self._with_slots(self._stubs(1.0))
             pairs = zip(others, tree_leaves(self._capture_others(other, ones)), strict=True)
             if any(not (torch.equal(a, b) if isinstance(a, Tensor) else a is b or a == b) for a, b in pairs):
-                raise NoChain("calls its blocks with more than the hidden state that depends on samples or weights")
+                raise NoChain("its blocks take other arguments that depend on samples or weights")
             if not torch.equal(rest, self._end(other, hidden)):
-                raise NoChain("uses what comes before its blocks after them too")
+                raise NoChain("it uses what comes before its blocks after them too")
         with _spoiled(self._module, [*self._blocks.values(), *self._after.values()]):
             if not torch.equal(begun, self._begin(zeros)):
-                raise NoChain("uses what comes after its blocks before them too")
+                raise NoChain("it uses what comes after its blocks before them too")
 
 
 @contextmanager
@@ -379,8 +385,7 @@ def _owners(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.
         if inside or not has_weights(part, recurse=False):
             continue
         if not name or any(block.startswith(f"{name}.") for block in blocks):
-            weight, _ = next(part.named_parameters(recurse=False))
-            raise NoChain(f"has a weight, {weight}, in {type(part).__name__}, which is around the blocks")
+            raise owned("", part, [weight for weight, _ in part.named_parameters(recurse=False)])
         owners[name] = part
     return owners
 
@@ -391,14 +396,14 @@ def of_sequential(module: nn.Sequential, finish: Finish, prefix: str = "") -> di
     Arguments are as for :class:`Chain`.
 
     Raises:
-        NoChain: It runs a module with weights twice, which would be in two stages.
+        NoChain: It runs a module with weights twice, in what would be two stages.
     """
     groups: list[dict[str, nn.Module]] = [{}]
     seen: dict[nn.Module, str] = {}
     for name, child in zip(module._modules, module, strict=True):  # a child that is listed twice runs twice
         for part in child.modules():
             if has_weights(part, recurse=False) and seen.setdefault(part, name) != name:
-                raise NoChain(f"has no parts(), and runs {type(part).__name__} in both {seen[part]} and {name}")
+                raise NoChain(f"it has no parts(), and runs {type(part).__name__} in both {seen[part]} and {name}")
         if has_weights(child) and any(map(has_weights, groups[-1].values())):
             groups.append({})
         groups[-1][prefix + name] = child
@@ -406,7 +411,7 @@ def of_sequential(module: nn.Sequential, finish: Finish, prefix: str = "") -> di
 
 
 def named(pieces: Sequence[Piece], finish: Finish, prefix: str) -> dict[str, nn.Module]:
-    """Return the pieces in order, named by their first members; the last is called with ``(hidden, targets)``."""
+    """Return the pieces in order, named after their first members; the last is called with ``(hidden, targets)``."""
     *front, last = pieces
     every = [*front, Piece(last.members, partial(_finished, last, finish))]
     return {next(iter(piece.members)).removeprefix(prefix): piece for piece in every}

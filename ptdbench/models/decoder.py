@@ -20,7 +20,7 @@ class Decoder(nn.Module):
         embedding: Maps tokens to the stream.
         blocks: Map the stream to the stream.
         norm: Normalizes the input of the head's projection.
-        groups: Number of head groups that tensor parallelism keeps whole, and what they are called.
+        groups: Number of head groups that tensor parallelism keeps whole, and their name.
         sequence_length: Tokens of a sequence for which FLOPs are counted.
         tie_weights: Whether the head's projection is the token embedding.
     """
@@ -54,8 +54,7 @@ class Decoder(nn.Module):
             targets: ``[batch, length]``, int64: the token that follows each of ``tokens``.
 
         Returns:
-            Logits ``[batch, length, vocabulary]``, or with ``targets`` the mean cross entropy, an fp32
-            scalar.
+            Logits ``[batch, length, vocabulary]``, or with ``targets`` the mean cross entropy, an fp32 scalar.
         """
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -75,9 +74,9 @@ class Decoder(nn.Module):
         """Return the FLOPs of forward and backward pass for one sequence, by part.
 
         In the forward pass, multiplying a token by a matrix of n elements takes 2n FLOPs (Kaplan et al. 2020, table 1;
-        PaLM, Chowdhery et al. 2022, appendix B); the backward pass takes twice that. Scores and mixing count all T²
-        pairs of positions, as in PaLM, nanoGPT and torchtitan; the part that others omit is :meth:`masked_flops`. The
-        embedding, a look-up, costs nothing.
+        PaLM, Chowdhery et al. 2022, appendix B); the backward pass takes twice as many. Scores and mixing count all T²
+        pairs of positions, as in PaLM, nanoGPT and torchtitan; :meth:`masked_flops` is the part that others omit. The
+        embedding is a look-up and costs nothing.
         """
         T, pairs = self.sequence_length, 3.0 * self._pair_flops()
         blocks = {f"blocks.{i}": 6.0 * T * self._multiplied(block) + pairs for i, block in enumerate(self.blocks)}
@@ -88,7 +87,7 @@ class Decoder(nn.Module):
         return 1.5 * self._pair_flops() * len(self.blocks)
 
     def _multiplied(self, block: nn.Module) -> float:
-        """Return the number of elements in the matrices of a block that multiply a token."""
+        """Return the number of elements of a block's matrices that multiply a token."""
         return sum(weight.numel() for weight in block.parameters() if weight.dim() > 1)
 
     def _pair_flops(self) -> float:
@@ -96,7 +95,7 @@ class Decoder(nn.Module):
         return 4.0 * self.sequence_length**2 * self.width
 
     def roles(self) -> dict[str, Role]:
-        """Divide attention by heads, the MLP, and the vocabulary at both ends, as Megatron-LM (Shoeybi et al. 2019)."""
+        """Split attention by heads, the MLP, and the vocabulary at both ends, as Megatron-LM (Shoeybi et al. 2019)."""
         vocabulary, positions = (self.vocabulary, "tokens"), (self.sequence_length, "positions")
         of_block = self._block_roles()
         named = {
@@ -112,7 +111,7 @@ class Decoder(nn.Module):
         return {name: role for name, role in named.items() if name in here}
 
     def _block_roles(self) -> dict[str, Role]:
-        """Return the roles of all modules that a block may have, by name in the block."""
+        """Return the roles of the modules that a block may have, by name in the block."""
         return {
             "attention_norm": Role("sequence"),
             "attention.query_key_value": Role("colwise", *self.groups),
@@ -132,8 +131,8 @@ class Decoder(nn.Module):
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
         """Initialize as in GPT-2 (Radford et al. 2019, section 2.3).
 
-        Weights are normal with standard deviation 0.02. Weights that write to the residual stream are divided
-        by √(2 · layers), the root of the number of such writes, so that depth does not amplify the stream.
+        Weights are normal with standard deviation 0.02. Those that write to the residual stream are divided by
+        √(2 · layers), the root of the number of writes, so that depth does not amplify the stream.
         """
         if name.endswith(".bias"):
             nn.init.zeros_(tensor)
@@ -146,7 +145,7 @@ class Decoder(nn.Module):
 
 
 class InputEmbedding(nn.Module):
-    """Token embedding, plus an embedding of the position in sequences of at most ``positions`` tokens."""
+    """Token embedding, plus an embedding of up to ``positions`` positions."""
 
     def __init__(self, vocabulary: int, width: int, positions: int | None = None) -> None:
         super().__init__()
@@ -176,7 +175,7 @@ class Block(nn.Module):
 
 
 class CausalMix(nn.Module):
-    """The values of each head, weighted by its attention to a position and those before."""
+    """The values of each head, weighted by its attention to a position and earlier ones."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Three of ``[batch, heads, length, head width]`` to one; keys and values may have fewer heads."""
@@ -187,7 +186,7 @@ class CausalMix(nn.Module):
 
 
 def _has_grouped_kernel(q: Tensor) -> bool:
-    """Whether a fused kernel supports fewer heads of keys: on CUDA, flash attention does from Ampere on."""
+    """Whether a fused kernel supports fewer heads of keys; on CUDA, flash attention does from Ampere on."""
     return not q.is_cuda or (q.dtype != torch.float32 and torch.cuda.get_device_properties(q.device).major >= 8)
 
 
@@ -205,6 +204,6 @@ class Head(nn.Module):
         x = self.norm(x)
         if targets is None:
             return self.projection(x)
-        # If a narrow copy replaces the weight, the weight itself gets the gradient as it is summed, in fp32.
+        # If a narrow copy replaces the weight, the weight itself gets the gradient, summed in fp32.
         loss: Tensor = self.cross_entropy(x, self.projection.weight, targets, master_of(self.projection))
         return loss

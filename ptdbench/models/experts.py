@@ -31,10 +31,9 @@ class RouterOptions:
     #: batch, with the fractions of tokens of the previous step, so that it is equal under every layout.
     #: ``micro_batch_loss``: the same with the fractions of a rank's micro-batch, which depend on the layout. ``bias``:
     #: a bias that affects only the choice, moved once per step against the load (Wang et al. 2024, arXiv 2408.15664).
-    #: ``forced``: experts in turn by position, for benchmarks. ``none``: no balancing.
+    #: ``forced``: round-robin by position, for benchmarks. ``none``: no balancing.
     balance: Balance = "loss"
-    #: Weight of the auxiliary loss beside the cross entropy; the reported loss excludes it.
-    coefficient: float = 0.01
+    coefficient: float = 0.01  #: Weight of the auxiliary loss, which the reported loss excludes.
     bias_rate: float = 0.001  #: Change of a bias per step.
     normalize: bool = True  #: Whether the weights of the chosen experts are scaled to a sum of 1.
 
@@ -48,16 +47,17 @@ class RouterOptions:
                 else Problem(f"router.{name}", value, "must be a number of at least 0")
                 for name, value in (("coefficient", self.coefficient), ("bias_rate", self.bias_rate))
             ),
-            None if isinstance(self.normalize, bool) else Problem("router.normalize", self.normalize, "true or false"),
+            None
+            if isinstance(self.normalize, bool)
+            else Problem("router.normalize", self.normalize, "must be true or false"),
         )
 
 
 class Router(nn.Module):
     """Chooses ``active`` experts for each token, and counts the choices.
 
-    Its state across steps is the same on all ranks: once per step the layout takes :attr:`counts`, sums them over ranks
-    and calls :meth:`balance` if :attr:`balances` is true; :attr:`share` must be set to the factor of a micro-batch's
-    loss.
+    Its state across steps is the same on all ranks: once per step the layout sums :attr:`counts` over ranks and calls
+    :meth:`balance` if :attr:`balances` is true; :attr:`share` must be set to the factor of a micro-batch's loss.
 
     Args:
         width: Features of a token.
@@ -80,12 +80,11 @@ class Router(nn.Module):
         self.positions = nn.Identity()
         self.register_buffer("load", torch.empty(experts))
         self.register_buffer("bias", torch.empty(experts))
-        #: For each backward pass, which recomputation does not repeat, how often each expert was chosen, and how many
-        #: of these choices were dropped: ``[experts + 1]`` in fp32. The consumer clears the list.
+        #: For each backward pass, the choices of each expert and how many of them were dropped: ``[experts + 1]`` in
+        #: fp32. The consumer clears the list.
         self.counts: list[Tensor] = []
         self.share: Tensor | float = 1.0  #: Weight of a micro-batch's auxiliary loss in the gradients of a step.
-        #: Whether experts are taken in turn, as computed by the host: for devices that compute nothing.
-        self.on_host = False
+        self.on_host = False  #: Whether the host chooses experts round-robin, for devices that compute nothing.
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choose experts.
@@ -94,9 +93,9 @@ class Router(nn.Module):
             tokens: ``[batch, length, width]``.
 
         Returns:
-            The weights of the choices, ``[tokens, active]`` in fp32; the indices of the choices, ``token * active +
-            place``, ordered by expert, without dropped ones; and the number of tokens for each expert, ``[experts]`` in
-            int64, on the CPU if the host computes them.
+            The weights of the choices, ``[tokens, active]`` in fp32; their indices, ``token * active + place``, ordered
+            by expert, without dropped ones; and the number of tokens for each expert, ``[experts]`` in int64, on the
+            CPU if :attr:`on_host`.
         """
         scores = F.linear(tokens.flatten(0, 1).float(), self.weight.float()).softmax(dim=-1)
         chosen = self._choose(scores.detach(), *tokens.shape[:2])
@@ -129,7 +128,7 @@ class Router(nn.Module):
 
     @property
     def forced(self) -> bool:
-        """Whether experts are taken in turn."""
+        """Whether experts are chosen round-robin."""
         return self.on_host or self.routing.balance == "forced"
 
     @property
@@ -154,7 +153,7 @@ class Router(nn.Module):
 
 
 class _Counted(torch.autograd.Function):
-    """The identity on scores; the backward pass counts choices and adds the gradient of the auxiliary loss."""
+    """The identity on scores, whose backward pass counts choices and adds the gradient of the auxiliary loss."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, router: Router, counts: Tensor, kept: Tensor) -> Tensor:
@@ -207,10 +206,7 @@ class Experts(nn.Module):
 
 
 class _Gated(torch.autograd.Function):
-    """``silu(gate) * up`` of the two halves of ``[tokens, 2 * hidden]``.
-
-    The gradients of the halves are written side by side, as the product needs them.
-    """
+    """``silu(gate) * up`` of the two halves of ``[tokens, 2 * hidden]``; gradients are written side by side."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
@@ -230,7 +226,7 @@ class _Gated(torch.autograd.Function):
 
 
 class Mixture(nn.Module):
-    """Norm, router, and the weighted sum of each token's experts; optionally with shared experts for all tokens."""
+    """Norm, router, and the weighted sum of each token's experts; optionally shared experts for all tokens."""
 
     def __init__(self, norm: nn.Module, router: Router, experts: Experts, shared: nn.Module | None) -> None:
         super().__init__()
@@ -268,8 +264,8 @@ def take(rows: Tensor, numbers: Tensor, back: Tensor, copies: int = 1) -> Tensor
 
     Args:
         rows: ``[rows, width]``.
-        numbers: Numbers of rows, where each row has ``copies`` consecutive numbers; ``rows``: absent, gives zeros.
-        back: Position of each number in ``numbers``, as by :func:`places_in`.
+        numbers: Numbers of rows, ``copies`` consecutive ones for each row; ``rows``: absent, gives zeros.
+        back: Position of each number in ``numbers``, see :func:`places_in`.
         copies: How many numbers each row has.
 
     Returns:
@@ -279,7 +275,7 @@ def take(rows: Tensor, numbers: Tensor, back: Tensor, copies: int = 1) -> Tensor
 
 
 class _Taken(torch.autograd.Function):
-    """See :func:`take`. The backward pass is a gather, too; torch's would scatter-add, as numbers could repeat."""
+    """See :func:`take`. The backward pass gathers too; torch's would scatter-add, as numbers could repeat."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, numbers: Tensor, back: Tensor, copies: int) -> Tensor:
@@ -294,6 +290,6 @@ class _Taken(torch.autograd.Function):
         return selected if ctx.copies == 1 else selected.unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
 
 
-def _select(rows: Tensor, numbers: Tensor, lacks: bool) -> Tensor:
-    """Return the rows with these numbers; ``lacks``: numbers may include ``len(rows)``, which gives zeros."""
-    return (F.pad(rows, (0, 0, 0, 1)) if lacks else rows).index_select(0, numbers)
+def _select(rows: Tensor, numbers: Tensor, any_absent: bool) -> Tensor:
+    """Return the rows with these numbers; ``any_absent``: numbers may include ``len(rows)``, which gives zeros."""
+    return (F.pad(rows, (0, 0, 0, 1)) if any_absent else rows).index_select(0, numbers)

@@ -1,37 +1,36 @@
 """Your own ``nn.Module`` as a model of ptdbench.
 
-Any module works whose ``forward(inputs)`` returns a tensor, or an object or a dict with ``logits`` or ``loss`` like
-those of Hugging Face. Their ``labels`` are not used: targets are the next tokens, and it would shift them again.
-Its state is its own: buffers, counters and lists in attributes may change in ``forward``, once for each micro-batch. No
-trial, rehearsal or evaluation leaves a trace in them, and recomputation runs on what the forward pass had; a resumed
-run has its buffers, but not what is counted in Python. Parts that the constructor puts into ``eval()`` stay there, and
-an overridden ``train()`` is called under every layout. Weights that ``forward`` changes in place, as a momentum encoder
-does, go with ``single`` and ``ddp`` in fp32, buffers that it changes in place without ``compile``; they are refused
-where such a change would be lost or repeated, and so are layers that are not called as ``layer(x)``, if that matters.
+Any module works whose ``forward(inputs)`` returns a tensor, or an object or dict with ``logits`` or ``loss``, as in
+Hugging Face transformers. Their ``labels`` are not used, as they would shift targets that are already the next tokens.
+
+Buffers, counters and lists in attributes may change in ``forward``, once per micro-batch. Trials, rehearsals and
+evaluations leave them unchanged, and recomputation starts from what the forward pass had; a resumed run has its
+buffers, but not what is counted in Python. Parts that the constructor puts into ``eval()`` stay there, and an
+overridden ``train()`` is called under every layout. ``forward`` may change weights in place, as a momentum encoder
+does, under ``single`` and ``ddp`` in fp32, and buffers without ``compile``; elsewhere, where such a change would be
+lost or repeated, it is refused, and so are layers that are not called as ``layer(x)``, if that matters.
 
 The module may define these methods, all optional:
 
 ``loss(outputs, targets)``
-    The mean loss, a scalar. Default: cross entropy for integer targets, mean squared error for floating-point
-    ones. A module whose ``forward`` itself takes ``targets`` returns the loss from there: alone, in a tuple with
-    outputs, or as ``.loss``; it needs no ``loss``. Evaluation uses the same loss; accuracy only if ``forward`` also
-    returns outputs without ``targets``.
+    The mean loss, a scalar. Default: cross entropy for integer targets, mean squared error for floating-point ones. A
+    module whose ``forward`` takes ``targets`` returns the loss itself: alone, in a tuple with outputs, or as ``.loss``.
+    Evaluation uses the same loss; it measures accuracy only if ``forward`` returns outputs without ``targets``.
 ``layers()``
-    The repeated blocks, a list of modules (an attribute that is a ``ModuleList`` will do): the units of
-    sharding (fsdp), recomputation and compilation. Default: the members of the longest ``ModuleList`` or
-    ``Sequential`` of one class, and all others of that class; if there is none, fsdp shards the module as one.
+    The repeated blocks, a list of modules (an attribute that is a ``ModuleList`` will do): the units of sharding
+    (fsdp), recomputation and compilation. Default: the members of the longest ``ModuleList`` or ``Sequential`` of one
+    class, and all others of that class; without one, fsdp shards the module as a whole.
 ``parts()``
-    The module as an ordered chain, a dict from the full name of each submodule to the submodule; ``forward``
-    then takes ``targets``, and so does the last part. Default: the members of an ``nn.Sequential``; otherwise what
-    comes before the repeated blocks, each block and what follows, if trial runs show that they are a chain (see
-    ``ptdbench.models.chain``); otherwise what tracing its ``forward`` reveals (see ``ptdbench.models.traced``).
-    ``forward`` must call the parts that are submodules, as FSDP and compilation wrap the first and last of them.
+    The module as an ordered chain, a dict from the full name of each submodule to the submodule; ``forward`` then takes
+    ``targets``, and so does the last part. Default: the members of an ``nn.Sequential``; otherwise what comes before
+    the repeated blocks, each block and what follows, if trial runs show that they are a chain
+    (``ptdbench.models.chain``); otherwise what tracing ``forward`` reveals (``ptdbench.models.traced``). ``forward``
+    must call the parts that are submodules, as FSDP and compilation wrap the first and last of them.
 ``tied()``
     Pairs of full parameter names in different parts that are one weight. Default: parameters that are one object.
 ``roles()``
-    The roles of modules for ranks that share the work of one sample, under tensor or context parallelism: a dict from
-    full name to :class:`ptdbench.models.protocol.Role`, or only to its kind, such as ``colwise`` or ``rowwise``.
-    Default: none.
+    The roles of modules under tensor or context parallelism, a dict from full name to
+    :class:`ptdbench.models.protocol.Role`, or only to its kind, such as ``colwise`` or ``rowwise``. Default: none.
 ``train_flops()``
     FLOPs of forward and backward pass for one sample, a dict by part. Default: counted on the meta device, including
     what the module itself recomputes; ``activations=recompute`` is not counted.
@@ -40,9 +39,8 @@ The module may define these methods, all optional:
     ``is_causal`` is true, as in Hugging Face's; unknown if other modules multiply batches of matrices, or if the module
     defines ``train_flops()``.
 ``reset(name, tensor, generator)``
-    Fills one parameter or buffer in place with its initial value. With it a module may exceed the memory of a
-    machine, as it is built on the meta device; without it each rank builds the whole module in host memory, under the
-    run's seed.
+    Fills one parameter or buffer in place with its initial value. With it the module is built on the meta device, and
+    may exceed a machine's memory; without it each rank builds the whole module in host memory, under the run's seed.
 """
 
 from __future__ import annotations
@@ -100,13 +98,13 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
             module = hydra.utils.instantiate(config)
     for name, weight in module.named_parameters():
         if is_lazy(weight):
-            rule = f"has a lazy weight, {name}, whose shape is that of the first samples, and is needed before"
-            require(Problem("_target_", config["_target_"], rule, "try nn.Linear for nn.LazyLinear, and the like"))
+            rule = f"{name} is lazy: its shape is unknown until the first samples, but needed before"
+            require(Problem("_target_", config["_target_"], rule, "replace lazy modules: nn.LazyLinear by nn.Linear"))
         if weight.is_floating_point() and weight.dtype != torch.float32:
             dtype = str(weight.dtype).removeprefix("torch.")
             loads = config["_target_"].endswith(".from_pretrained")  # transformers loads in the dtype of the file
             remedy = "try +model.dtype=float32" if loads else "return it as .float()"
-            rule = f"has a weight in {dtype}, {name}, and weights are fp32 under every precision"
+            rule = f"{name} is {dtype}, but weights must be fp32 under every precision"
             require(Problem("_target_", config["_target_"], rule, remedy))
     return adapt(module, example)
 
@@ -119,10 +117,10 @@ def adapt(module: nn.Module, example: Callable[[], Example]) -> Model:
 
 
 class Adapted(nn.Module):
-    """A wrapper with defaults for protocol methods that a module lacks; names begin with ``module.``."""
+    """A wrapper with defaults for the protocol methods that a module does not define; names begin with ``module.``."""
 
-    #: Why the module has no :meth:`parts`, in words that follow "the model"; set once they are requested.
-    uncut: str | None = None
+    #: Why the module has no :meth:`parts`, and what its author can do; set once they are requested.
+    unsplit: tuple[str, str] | None = None
 
     def __init__(self, module: nn.Module, example: Callable[[], Example]) -> None:
         super().__init__()
@@ -145,7 +143,7 @@ class Adapted(nn.Module):
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(returned).__name__
                 rule = "must return the mean loss, a scalar, or an object with .loss"
-                raise TypeError(f"{type(self.module).__name__}.forward(inputs, targets) {rule}, and returns {what}")
+                raise TypeError(f"{type(self.module).__name__}.forward(inputs, targets) {rule}, but returns {what}")
             return _scalar(loss)
         return self._finish(self._call(self.module, inputs), targets)
 
@@ -164,35 +162,36 @@ class Adapted(nn.Module):
         return list(chain.repeated(self.module).values())
 
     def parts(self) -> dict[str, nn.Module] | None:
-        """Return the module's own chain, else one found by trial runs; ``None``, with :attr:`uncut`, if it is none."""
+        """Return the module's own chain, else one found by trial runs; ``None`` if there is none, see ``unsplit``."""
         parts = self._method("parts")
         return _prefixed(parts()) if parts else self._chain
 
     @cached_property
     def _chain(self) -> dict[str, nn.Module] | None:
         try:
-            return self._cut()
+            return self._find_chain()
         except chain.NoChain as reason:
-            self.uncut = str(reason)
+            self.unsplit = str(reason), reason.remedy
             return None
 
-    def _cut(self) -> dict[str, nn.Module]:
-        """Find the chain of a module without ``parts()``; raises NoChain if it is none."""
+    def _find_chain(self) -> dict[str, nn.Module]:
+        """Return the chain of a module without ``parts()``; raise NoChain if it is none."""
         if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
             return chain.of_sequential(self.module, self._finish, PREFIX)
         if self._takes_targets:
-            raise chain.NoChain("has no parts(), and computes its loss in forward()")
+            raise chain.NoChain("it has no parts(), and computes its loss in forward()")
         layers = set(self.layers())
         blocks = {name: part for name, part in self.module.named_modules() if part in layers}
         inputs = self._example()[0]
         try:
             return chain.Chain(self.module, blocks, self._call, self._finish, inputs).parts(PREFIX)
         except chain.NoChain as reason:
-            first = str(reason)
+            first = reason
         try:
             return traced.parts(self.module, layers, self._call, self._finish, inputs, PREFIX)
-        except chain.NoChain as reason:
-            raise chain.NoChain(f"{first}, and {reason}") from None
+        except chain.NoChain as second:
+            reasons = dict.fromkeys([str(first), str(second)])
+            raise chain.NoChain(", and ".join(reasons), max(first.remedy, second.remedy, key=len)) from None
 
     def _call(self, module: nn.Module, inputs: Tensor) -> Any:
         if self._input_name:
@@ -207,7 +206,7 @@ class Adapted(nn.Module):
             return _scalar(loss)
         if outputs is None:
             kind = type(returned).__name__
-            raise TypeError(f"forward() returns {kind}, and neither a tensor nor an object with .logits or .loss")
+            raise TypeError(f"forward() must return a tensor, or an object with .logits or .loss, but returns {kind}")
         if targets is None:
             return outputs
         if outputs.is_floating_point():
@@ -220,7 +219,7 @@ class Adapted(nn.Module):
         return _prefixed((self._method("roles") or dict)())
 
     def train_flops(self) -> dict[str, float]:
-        """Return the module's own figures; else PyTorch's count for one sample, under the key ``module``.
+        """Return the module's own figures, else PyTorch's count for one sample, under the key ``module``.
 
         Raises:
             FlopsUnknown: The module does not run on the meta device, where FLOPs are counted.
@@ -229,7 +228,7 @@ class Adapted(nn.Module):
         return _prefixed(train_flops()) if train_flops else {"module": self._flops.total}
 
     def masked_flops(self) -> float | None:
-        """Return the module's own figure; else count it, unless the module defines ``train_flops()``."""
+        """Return the module's own figure, else a count, unless the module defines ``train_flops()``."""
         if masked_flops := self._method("masked_flops"):
             return masked_flops()
         return None if self._method("train_flops") else self._flops.masked
@@ -239,30 +238,26 @@ class Adapted(nn.Module):
         return count_train_flops(self, *self._example())
 
     def tied(self) -> list[tuple[str, str]]:
-        """Return the module's tied weights: those that it names, else those that are one object."""
+        """Return the tied weights that the module names, else those that are one object."""
         tied = self._method("tied")
         return [(PREFIX + first, PREFIX + second) for first, second in (tied() if tied else self._same)]
 
     @cached_property
     def _same(self) -> list[tuple[str, str]]:
-        """Names of parameters that are one object; computed before sharding replaces the weights."""
+        """Names of parameters that are one object, computed before sharding replaces the weights."""
         first: dict[nn.Parameter, str] = {}
         named = self.module.named_parameters(remove_duplicate=False)
         return [(first[weight], name) for name, weight in named if first.setdefault(weight, name) != name]
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Let the module fill one of its tensors; a module without ``reset`` gets its values in :func:`build`.
-
-        Raises:
-            NotImplementedError: The module has no ``reset``.
-        """
+        """Let the module fill one of its tensors; raise NotImplementedError if it has no ``reset``."""
         reset = self._method("reset")
         if reset is None:
             raise NotImplementedError(f"{type(self.module).__name__} has no reset() to fill {name} with")
         reset(name.removeprefix(PREFIX), tensor, generator)
 
     def _method(self, name: str) -> Callable[..., Any] | None:
-        """Return the module's own method of that name; ignores submodules."""
+        """Return the module's method of that name; a submodule does not count."""
         attribute = getattr(self.module, name, None)
         return attribute if inspect.ismethod(attribute) else None
 
@@ -271,12 +266,12 @@ class Adapted(nn.Module):
 class Flops:
     """FLOPs of forward and backward pass for one sample."""
 
-    total: float  #: All FLOPs; of attention with a window, only those within the window.
-    masked: float | None  #: The part of these that causal attention masks; ``None`` if unknown.
+    total: float  #: All FLOPs; of windowed attention, only those within the window.
+    masked: float | None  #: The part that causal attention masks; ``None`` if unknown.
 
 
 def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> Flops:
-    """Count FLOPs of forward and backward pass for one sample with PyTorch's counter, without computing.
+    """Count the FLOPs of a forward and backward pass for one sample with PyTorch's counter, without computing.
 
     Args:
         module: Called as ``module(inputs, targets)``; its own tensors are not changed.
@@ -302,7 +297,7 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: "run
 
 
 class _BothPasses(nn.Module):
-    """A forward and backward pass in one call: what the module recomputes in the second sees the same tensors."""
+    """A forward and backward pass in one call, so that recomputation in the second sees the same tensors."""
 
     def __init__(self, module: nn.Module, between: Callable[[], None]) -> None:
         super().__init__()
@@ -334,8 +329,8 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
 
 
 def _grouped_flops(first: Sequence[int], second: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a grouped product by its shapes, with as many rows, or columns, as all groups have."""
-    groups = first[0] if len(first) > len(second) else 1  # which divide the columns of the second matrix
+    """Return the FLOPs of a grouped product from its shapes, with the rows, or columns, of all groups."""
+    groups = first[0] if len(first) > len(second) else 1  # they split the columns of the second matrix
     return 2 * math.prod(first) * second[-1] // groups
 
 
@@ -349,7 +344,7 @@ def _batched(counter: FlopCounterMode) -> dict[str, int]:
 
 
 def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple[float, float | None]:
-    """Return the forward FLOPs for pairs outside windows, and those that a causal mask excludes within.
+    """Return the forward FLOPs for pairs outside windows, and for pairs within that a causal mask excludes.
 
     Of ``T²`` pairs a window of W positions holds ``T · W``, of which a causal mask excludes ``W² / 2``; a two-sided
     window holds ``T · (2W - 1)``, as both sides include the position itself. ``forward`` has the FLOPs in batched
@@ -371,7 +366,7 @@ def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple
 
 
 def _window(attention: nn.Module) -> int | None:
-    """Return how many positions a Hugging Face module attends to on each side, including itself; ``None``: all."""
+    """Return the positions a Hugging Face module attends to on each side, including its own; ``None``: all."""
     config = getattr(attention, "config", None)
     window = getattr(attention if hasattr(attention, "sliding_window") else config, "sliding_window", None)
     # Some classes set the window even in layers that attend to all positions.
@@ -383,17 +378,17 @@ def _window(attention: nn.Module) -> int | None:
 
 
 def _scalar(loss: Tensor) -> Tensor:
-    """Return a loss in fp32, and one of shape ``(1,)`` as a scalar; not as a view, of which FSDP warns."""
+    """Return a loss in fp32, and of shape ``(1,)`` as a scalar; not as a view, which FSDP warns about."""
     return loss.float().sum() if loss.dim() and loss.numel() == 1 else loss.float()
 
 
 def _part(returned: Any, name: str) -> Any:
-    """Return an attribute of what a module returned, or an item of a mapping; ``None`` if it has none."""
+    """Return an attribute of an object, or an item of a mapping; ``None`` if it has none."""
     return returned.get(name) if isinstance(returned, Mapping) else getattr(returned, name, None)
 
 
 def _alone(returned: Any, fits: Callable[[Tensor], bool]) -> Any:
-    """Return the only tensor of a tuple that fits, as for a tuple of outputs and loss; else it is unchanged."""
+    """Return the only tensor of a tuple that fits, such as the loss; else what was returned."""
     alone = [out for out in returned if isinstance(out, Tensor) and fits(out)] if isinstance(returned, tuple) else []
     return alone[0] if len(alone) == 1 else returned
 

@@ -21,8 +21,8 @@ class GPT(Decoder):
         heads: Attention heads of a block; must divide ``width``.
         width: Features of a token.
         sequence_length: Maximum tokens of a sequence, also for :meth:`train_flops`.
-        vocabulary: Number of different tokens. 50304 is GPT-2's 50257 rounded up to a multiple of 128, which
-            is what matrix units prefer.
+        vocabulary: Number of different tokens. 50304 is GPT-2's 50257 rounded up to a multiple of 128, which matrix
+            units prefer.
         tie_weights: Whether the head's projection is the token embedding, as in GPT-2.
 
     Raises:
@@ -60,9 +60,9 @@ class GPT(Decoder):
 class MultiHeadAttention(nn.Module):
     """Causal self-attention with several heads.
 
-    The rows of the first matrix are laid out by head, with queries, keys and values of a head together. So a cut by
-    heads is a cut of the matrix: with ``1/n`` of its rows, and of the columns of the second matrix, this module
-    computes ``1/n`` of the heads.
+    The rows of the first matrix are laid out by head, each head's query, key and value together. So splitting the heads
+    splits the matrix: with ``1/n`` of its rows, and of the columns of the second matrix, this module computes ``1/n``
+    of the heads.
     """
 
     def __init__(self, width: int, heads: int) -> None:

@@ -1,12 +1,11 @@
 """The loss of a language model's head without its whole logit tensor.
 
-With GPT-2's vocabulary the logits are by far the largest activation: for 8 sequences of 1024 tokens they are
-1.6 GB in fp32, and the usual way keeps two or three such tensors alive. Here the projection and the cross
-entropy are one operation that processes the tokens in chunks. As the gradient of cross entropy is known
-as soon as the logits are, each chunk's part of the gradients is computed in the forward pass, and
-its logits are freed: the same three matrix products as the usual way, none of them twice. This is the idea
-of Liger Kernel (https://arxiv.org/abs/2410.10989), for any device and for torch.compile, which may
-keep the softmax for the backward pass if that is smaller than the weight's gradient.
+With GPT-2's vocabulary the logits are by far the largest activation: 1.6 GB in fp32 for 8 sequences of 1024 tokens, and
+the usual way keeps two or three such tensors alive. Here the projection and the cross entropy are one operation that
+processes the tokens in chunks. As the gradient of cross entropy is known as soon as the logits are, each chunk's part
+of the gradients is computed in the forward pass, and its logits are freed: the same three matrix products as the usual
+way, none of them twice. This is the idea of Liger Kernel (https://arxiv.org/abs/2410.10989), for any device and for
+torch.compile, which may keep the softmax for the backward pass if it is smaller than the weight's gradient.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch import Tensor, nn
 from ptdbench.models.softmax import VocabularyShare, cross_entropy_
 
 # Each chunk reads and writes the whole fp32 gradient of the weight once, 8 bytes per element, for 6 FLOPs per element
-# and row. A datacenter GPU computes 200 to 300 FLOPs in the time of a byte: with 4096 rows that traffic takes a tenth
-# of the time of the products, with 16384 a fortieth. So chunks are as large as their logits may be: a fraction of the
-# GPU's total memory, so that they are the same on all ranks and in all steps, regardless of free memory.
+# and row. A datacenter GPU computes 200 to 300 FLOPs in the time of a byte: with 4096 rows this traffic takes a tenth
+# of the time of the products, with 16384 a fortieth. So chunks are as large as possible: their logits take a fraction
+# of the GPU's total memory, the same on all ranks and in all steps, regardless of free memory.
 LOGITS_GPU = 0.02
 
-# On a CPU, bounding a chunk's logits pays off only if they are large: 2**24 of them are 64 MiB in fp32. A CPU has some
-# ten FLOPs per byte, but smaller matrix products are slower too: two chunks of 256 rows took 7 % longer than one of 512
+# On a CPU, bounding a chunk's logits pays off only if they are large: 2**24 are 64 MiB in fp32. A CPU has some ten
+# FLOPs per byte, but smaller matrix products are slower too: two chunks of 256 rows took 7 % longer than one of 512
 # (two cores, fp32, GPT-2's vocabulary, width 768).
 LOGITS_CPU = 2**24
 
@@ -40,7 +39,7 @@ class LinearCrossEntropy(nn.Module):
     gradient use fp32 (fp64 for fp64).
     """
 
-    #: This rank's rows of a vocabulary that is cut among ranks; ``None``: all rows. No logits are gathered: the ranks
+    #: This rank's rows of a vocabulary that is split over ranks; ``None``: all rows. No logits are gathered: the ranks
     #: reduce three numbers per token. The gradient of ``hidden`` is then only this rank's summand.
     share: VocabularyShare | None = None
 
@@ -51,7 +50,7 @@ class LinearCrossEntropy(nn.Module):
             hidden: ``[..., width]``, floating point.
             weight: ``[vocabulary, width]``, floating point.
             targets: ``[...]``, int64, in ``[0, vocabulary)``.
-            original: The tensor of which ``weight`` is a copy, if it is one: it gets the gradient, in its own dtype.
+            original: The tensor that ``weight`` is a copy of, if any: it gets the gradient, in its own dtype.
 
         Returns:
             A scalar in fp32 (fp64 for fp64).
@@ -78,8 +77,8 @@ def chunk_rows(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.dev
 class _LinearCrossEntropy(torch.autograd.Function):
     """The forward pass saves the gradients of the *sum* of the losses, and the backward pass scales them.
 
-    fp16 requires scaling last: the loss scale of a GradScaler arrives only in the backward pass, and a
-    softmax divided by the number of tokens before that would underflow in fp16.
+    fp16 requires scaling last: a GradScaler's loss scale arrives only in the backward pass, and a softmax divided by
+    the number of tokens before that would underflow.
     """
 
     @staticmethod
@@ -116,8 +115,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if hidden_grad is not None:
             hidden_grad = (hidden_grad.to(ctx.hidden_dtype) * scale).to(ctx.hidden_dtype)
         if weight_grad is not None:
-            # In place, as this is the largest tensor here, unless the graph is kept for a second backward pass, in
-            # which a zero-bubble pipeline computes gradients of weights.
+            # In place, as this is the largest tensor here, unless the graph is kept for a second backward pass, as in a
+            # zero-bubble pipeline.
             scaled = weight_grad * scale if _keeps_graph() else weight_grad.mul_(scale)
             weight_grad = scaled.to(ctx.weight_dtype)
         return hidden_grad, None, weight_grad, None, None
@@ -134,7 +133,7 @@ def _keeps_graph() -> bool:
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``left @ right`` in ``dtype``: written directly if the device has such products, else rounded first."""
+    """Return ``left @ right`` in ``dtype``: written directly if the device supports it, else rounded first."""
     if left.dtype != dtype and has_wide_products(left.device):
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
@@ -157,8 +156,5 @@ def master_of(part: nn.Module) -> nn.Parameter | None:
 
 
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether products of 16-bit matrices can be written in fp32: unrounded, and accumulated in the same pass.
-
-    torch supports them on CUDA only.
-    """
+    """Return whether products of 16-bit matrices can be written or accumulated in fp32; torch can on CUDA only."""
     return device.type == "cuda" and torch.version.hip is None

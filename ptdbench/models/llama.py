@@ -15,7 +15,7 @@ from ptdbench.models.decoder import Block, CausalMix, Decoder, InputEmbedding
 from ptdbench.problems import Problem, at_least, divides, divisors, nearest_numbers, require, try_these
 
 #: Llama 3's scaling of rotary frequencies: the sequence length that it extends, and the range of turns in that length
-#: in which scaling is partial. Slower frequencies are divided by the whole factor, faster ones are left as they are.
+#: in which scaling is partial. Slower frequencies are divided by the whole factor, faster ones are unchanged.
 SCALED_LENGTH, SLOW_TURNS, FAST_TURNS = 8192, 1, 4
 
 
@@ -82,8 +82,8 @@ class Llama(Decoder):
 class Rotary(nn.Module):
     """The angles by which queries and keys are rotated, so that their product depends on the distance of positions.
 
-    Angles are computed where they are used: a table would be a buffer, which DDP broadcasts and checkpoints store, or
-    one more tensor to pass from stage to stage.
+    A table of angles would be a buffer, which DDP broadcasts and checkpoints store, or one more tensor to pass between
+    stages.
 
     Args:
         head_width: Features of a head, which are rotated in pairs.
@@ -98,7 +98,7 @@ class Rotary(nn.Module):
         self.factor = factor
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Positions of tokens in their sequence, ``[length]``, to fp32 angles ``[length, head_width / 2]``."""
+        """Convert positions in a sequence, ``[length]``, to fp32 angles ``[length, head_width / 2]``."""
         exponents = torch.arange(0, self.head_width, 2, dtype=torch.float32, device=positions.device) / self.head_width
         frequencies = 1.0 / self.theta**exponents
         if self.factor != 1:
@@ -123,9 +123,9 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 class GroupedAttention(nn.Module):
     """Causal self-attention in groups of heads that share keys and values.
 
-    The rows of the first matrix are laid out by group: the queries of its heads, then its key and its value. So a cut
-    by groups is a cut of the matrix: with ``1/n`` of its rows, and of the columns of the second matrix, this module
-    computes ``1/n`` of the groups.
+    The rows of the first matrix are laid out by group: the queries of its heads, then its key and its value. So
+    splitting the groups splits the matrix: with ``1/n`` of its rows, and of the columns of the second matrix, this
+    module computes ``1/n`` of the groups.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ def problems_of_heads(
     of_head = None
     if head_width == "auto" and width % (2 * heads):
         fitting = [number for number in divisors(width) if width % (2 * number) == 0]
-        rule = f"must divide width={width} into heads of an even number of features, which are turned in pairs"
+        rule = f"must divide width={width} into heads with an even number of features, which are rotated in pairs"
         of_head = Problem("heads", heads, rule, try_these(nearest_numbers(heads, fitting)))
     if head_width != "auto" and (head_width < 2 or head_width % 2):
-        of_head = Problem("head_width", head_width, "must be even and at least 2: features are turned in pairs")
+        of_head = Problem("head_width", head_width, "must be even and at least 2: features are rotated in pairs")
     return [of_head, divides("key_value_heads", key_value_heads, heads, f"heads={heads}")]

@@ -1,7 +1,7 @@
 """Materializes meta tensors with values that do not depend on how the model is split.
 
-Every tensor is drawn from its own generator, seeded by a hash of the run's seed and the tensor's full name. So values
-do not depend on which rank fills which part of a model, or in which order.
+Every tensor is drawn from its own generator, seeded by a hash of the run's seed and the tensor's full name, whichever
+rank fills it and in whichever order.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def materialize(
     seed: int,
     placed: Callable[[Tensor, Tensor], Tensor] = lambda _, values: values,
 ) -> None:
-    """Move ``module`` to ``device``, and initialize each of its tensors that is still on the meta device.
+    """Move ``module`` to ``device``, and initialize its tensors that are still on the meta device.
 
-    Parameters keep their identity, so that shared ones stay shared. May be called for parts of a model in any order,
-    and again for the whole.
+    Parameters keep their identity, so that tied ones stay tied. Call it for parts of a model in any order, and again
+    for the whole.
 
     Args:
         model: Defines the initial values (:meth:`Model.reset`) and tied weights (:meth:`Model.tied`); it may be the
@@ -39,8 +39,8 @@ def materialize(
         prefix: Prefix that turns a name in ``module`` into a full name in the model, for example ``"blocks.3."``.
         device: Device of the real tensors.
         seed: The run's seed. Values are a function of the seed, the full name and the kind of device.
-        placed: Returns the replacement of a tensor, given the meta tensor and its initial values: a tensor that is
-            divided among ranks keeps a part of them.
+        placed: Returns the replacement of a tensor, given the meta tensor and its initial values; a sharded tensor
+            keeps a part of them.
     """
     twins = {second: first for first, second in model.tied()}
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
@@ -70,7 +70,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Return the number of parameters of ``module``, including frozen ones; a shared weight counts once."""
+    """Return the number of parameters of ``module``, including frozen ones; a tied weight counts once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

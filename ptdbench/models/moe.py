@@ -38,9 +38,9 @@ class MoE(Decoder):
         expert_hidden: Features between the linear layers of an expert.
         shared_experts: Number of experts for all tokens, computed as one MLP.
         capacity: Maximum tokens of a rank's micro-batch for an expert, as a multiple of its fair share; the rest are
-            dropped, so losses change and depend on the layout. ``none``: all tokens are computed.
-        product: How experts compute: ``grouped``, one kernel for all of them, whose rows must be multiples of 16 bytes,
-            or ``loop``; equal within rounding.
+            dropped, so losses change and depend on the layout. ``none``: no token is dropped.
+        product: How experts compute: ``grouped``, by one kernel, whose rows must be multiples of 16 bytes, or ``loop``;
+            equal within rounding.
         router: Options of :class:`ptdbench.models.experts.RouterOptions`.
         sequence_length: Tokens of a sequence, also for :meth:`train_flops`.
         vocabulary: Number of different tokens.
@@ -88,7 +88,7 @@ class MoE(Decoder):
             *problems_of_heads(heads, key_value_heads, width, head_width),
             None if active <= experts else Problem("active", active, f"must not exceed experts={experts}"),
             None if dense_layers < layers else Problem("dense_layers", dense_layers, f"must be below layers={layers}"),
-            None if capacity == "none" or capacity > 0 else Problem("capacity", capacity, "must be above 0, or none"),
+            None if capacity == "none" or capacity > 0 else Problem("capacity", capacity, "must be positive, or none"),
         )
         features = width // heads if head_width == "auto" else head_width
         norm = partial(nn.RMSNorm, width, norm_epsilon)
@@ -128,17 +128,14 @@ class MoE(Decoder):
         return routed // self.experts * (self.experts - self.active)
 
     def _multiplied(self, block: nn.Module) -> float:
-        """As for other decoders; counts the experts that a token chooses, even if it is dropped."""
+        """Count, of the experts, only those that a token chooses, even if it is dropped."""
         return super()._multiplied(block) - self._unmet(block)
 
     def _pair_flops(self) -> float:
         return 2.0 * self.sequence_length**2 * self.pair_width
 
     def _block_roles(self) -> dict[str, Role]:
-        """As for other decoders; experts are divided whole.
-
-        Each rank computes the whole latent, and from it the keys and values of its own heads.
-        """
+        """Split whole experts; each rank computes the whole latent, and from it its heads' keys and values."""
         positions = (self.sequence_length, "positions")
         return {
             **super()._block_roles(),
@@ -154,7 +151,7 @@ class MoE(Decoder):
         }
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """As for other decoders; routers start with equal loads and no bias."""
+        """Start routers with equal loads and no bias, and initialize the rest as other decoders."""
         if name.endswith("router.load"):
             nn.init.constant_(tensor, 1 / self.experts)
         else:
@@ -177,7 +174,7 @@ class SparseBlock(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attention whose keys and values come from a latent of each token (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+    """Attention with keys and values from a latent of each token (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     Positions rotate ``rotary_width`` features of each head's query, and of a key that all heads share; no YaRN scaling.
     """

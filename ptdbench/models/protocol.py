@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, cast, runtime_checkable
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-#: The roles of a module for ranks that share the work of one sample, see :class:`Role`.
+#: The roles of modules, see :class:`Role`.
 Kind = Literal[
     "colwise", "rowwise", "vocabulary", "loss", "sequence", "scatter", "replicated", "local_colwise", "split_sequence",
     "experts", "positions", "attention",
@@ -18,23 +18,23 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Role:
-    """The role of a module for ranks that share the work of one sample, under tensor, context or expert parallelism."""
+    """The role of a module under tensor, context or expert parallelism, whose ranks share the work of one sample."""
 
     #: Under tensor parallelism:
     #:
     #: - ``colwise``: a column-wise linear layer: each rank computes some outputs, from all inputs.
     #: - ``rowwise``: a row-wise linear layer: each rank takes some inputs; the ranks' outputs are summed, and the bias
     #:   is added once.
-    #: - ``vocabulary``: an embedding or a projection to logits, of which each rank has some tokens.
-    #: - ``loss``: a ``ptdbench.models.linear_cross_entropy.LinearCrossEntropy`` over a cut vocabulary.
-    #: - ``sequence``: a module whose output goes only to cut layers and to a loss; under sequence parallelism it works
-    #:   on a rank's share of ``[batch, length, ...]``.
+    #: - ``vocabulary``: an embedding or a projection to logits: each rank has some tokens.
+    #: - ``loss``: a ``ptdbench.models.linear_cross_entropy.LinearCrossEntropy`` over a split vocabulary.
+    #: - ``sequence``: a module whose output goes only to split layers and to a loss; under sequence parallelism it
+    #:   works on a rank's share of ``[batch, length, ...]``.
     #: - ``scatter``: a module whose output, ``[batch, length, ...]``, sequence parallelism scatters over the ranks.
-    #: - ``replicated``: a module between a ``sequence`` module and a ``rowwise`` layer that is not cut: each rank
-    #:   applies it to the outputs of a cut layer, or to the whole output of the former, for its own units.
+    #: - ``replicated``: a whole module between a ``sequence`` module and a ``rowwise`` layer: each rank applies it to
+    #:   the outputs of a split layer, or to the whole output of the former, for its own units.
     #: - ``local_colwise``: like ``colwise``, after a ``replicated`` module.
-    #: - ``split_sequence``: a module from ``[batch, length, ...]`` to the same shape that is not cut: ranks share its
-    #:   positions, with or without sequence parallelism.
+    #: - ``split_sequence``: a whole module from ``[batch, length, ...]`` to the same shape: ranks split its positions,
+    #:   with or without sequence parallelism.
     #:
     #: Under expert parallelism:
     #:
@@ -47,23 +47,23 @@ class Role:
     #: - ``attention``: a module that is called with queries, keys and values, ``[batch, heads, length, head width]``,
     #:   and returns their mixture in the same shape; the only module in which tokens interact.
     kind: Kind
-    units: int = 0  #: Number of indivisible units, which ranks must divide evenly; with 0, the features that are cut.
-    unit: str = "features"  #: What the units are called in errors, such as ``heads``.
-    #: For ``attention``: whether it is causal softmax attention, scaled by the root of the head width and without
-    #: dropout, so that ring attention can replace it.
+    units: int = 0  #: Number of indivisible units, a multiple of the ranks; 0: the features that are split.
+    unit: str = "features"  #: Name of the units in errors, such as ``heads``.
+    #: For ``attention``: whether it is causal softmax attention without dropout, scaled by the root of the head width,
+    #: which ring attention can replace.
     is_causal: bool = False
 
 
 class FlopsUnknown(Exception):
-    """The FLOPs of a model are unknown; the message is the reason, for reports."""
+    """The FLOPs of a model are unknown; the message, for reports, is the reason."""
 
 
 @runtime_checkable
 class Model(Protocol):
     """A plain ``nn.Module`` with seven methods, independent of ranks, devices and sharding.
 
-    Models are built on the meta device, so that a trillion parameters take no memory before they are sharded, and are
-    initialized by :func:`ptdbench.models.materialize.materialize`.
+    Models are built on the meta device, where a trillion parameters take no memory, and are initialized by
+    :func:`ptdbench.models.materialize.materialize`.
     """
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -85,10 +85,10 @@ class Model(Protocol):
         ...
 
     def roles(self) -> Mapping[str, Role]:
-        """Return the roles of modules for ranks that share a sample's work, by full name; without one: replicated.
+        """Return the roles of modules by full name; modules without one are replicated.
 
         On any number of ranks that divides the units of the roles, the model computes the same as on one rank. Empty if
-        the model cannot be divided.
+        the model cannot be split.
         """
         ...
 
@@ -127,8 +127,7 @@ class Piece(nn.Module):
         self, members: Mapping[str, nn.Module], run: Callable[..., Tensor], around: nn.Module | None = None
     ) -> None:
         super().__init__()
-        #: The submodules by their full names; the holder of the piece registers them.
-        self.members = dict(members)
+        self.members = dict(members)  #: The submodules by full name; the holder of the piece registers them.
         self._run = run
         self.__dict__ |= {"_modules": {}, "around": around}
 
@@ -143,31 +142,28 @@ class Piece(nn.Module):
 
 
 def members(name: str, part: nn.Module) -> Mapping[str, nn.Module]:
-    """Return the submodules of a part by their full names; for most parts, only the part itself."""
+    """Return the submodules of a part by full name; for most parts, only the part itself."""
     return part.members if isinstance(part, Piece) else {name: part}
 
 
 def masked_flops(model: Model) -> float | None:
-    """Return the part of ``train_flops()`` that causal attention masks: half of the scores and of mixing the values.
+    """Return the part of ``train_flops()`` that causal attention masks, as stated by a model's method of this name.
 
-    With a window of W positions, ``W² / 2`` of the ``T · W`` counted pairs are masked. A model may state this in a
-    method of this name; 0 means that it has no such attention, ``None`` that it is unknown.
+    It is half of the scores and of mixing the values; with a window of W positions, ``W² / 2`` of the ``T · W`` counted
+    pairs. 0: no causal attention; ``None``: unknown.
     """
     stated = getattr(model, "masked_flops", None)
     return None if stated is None else stated()
 
 
 def loss_of_outputs(model: Model) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return the function from outputs and targets to the mean loss; ``None`` if unknown or if it needs more than that.
-
-    A model may provide it as a method ``loss``, which saves evaluations a second forward pass.
-    """
+    """Return a model's optional method ``loss(outputs, targets)``, which saves evaluations a second forward pass."""
     loss = getattr(model, "loss", None)
     return loss if callable(loss) else None
 
 
 def only_loss(model: Model) -> bool:
-    """Whether ``forward`` requires targets, and so returns no outputs; models of the protocol return outputs."""
+    """Whether ``forward`` requires targets, and so returns no outputs."""
     return getattr(model, "only_loss", False)
 
 
@@ -181,17 +177,17 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         outputs: Floating point, any shape.
-        targets: Floating point and of the same shape: mean squared error. Integer: cross entropy, with the
-            classes in the last dimension of ``outputs`` if the other dimensions are those of ``targets``,
-            else in the second, as in :func:`torch.nn.functional.cross_entropy`. Targets of -100 are ignored: the mean
-            is over the others of a micro-batch, so it depends on how samples are divided.
+        targets: Floating point and of the same shape: mean squared error. Integer: cross entropy, with the classes in
+            the last dimension of ``outputs`` if the other dimensions equal ``targets``' shape, else in the second, as
+            in :func:`torch.nn.functional.cross_entropy`. Targets of -100 are ignored: the mean is over the rest of a
+            micro-batch, so it depends on the micro-batches.
 
     Raises:
         ValueError: Floating-point targets differ in shape from the outputs.
     """
     if targets.is_floating_point():
         if outputs.shape != targets.shape:
-            raise ValueError(f"the outputs have shape {tuple(outputs.shape)}, the targets {tuple(targets.shape)}")
+            raise ValueError(f"outputs have shape {tuple(outputs.shape)}, but targets {tuple(targets.shape)}")
         return F.mse_loss(outputs.float(), targets.float())
     if outputs.shape[:-1] == targets.shape:
         outputs, targets = outputs.flatten(0, -2), targets.flatten()

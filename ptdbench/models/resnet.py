@@ -98,14 +98,14 @@ class ResNet(torchvision.models.ResNet):
         return {**stem, **self._blocks(), "avgpool": self.avgpool, "fc": self.fc}
 
     def roles(self) -> dict[str, Role]:
-        """Return no roles: convolutions and their batch norms are not divided among ranks."""
+        """Return no roles: convolutions and batch norms are not split."""
         return {}
 
     def train_flops(self) -> dict[str, float]:
         """Return the FLOPs of forward and backward pass for one image, by part: of convolutions and ``fc``.
 
-        The backward pass of each takes twice those of the forward pass, which torch counts: once for the weight and
-        once for the inputs. The input of the first one, the image, needs no gradient.
+        torch counts the forward pass; the backward pass takes as many for the weight, and again for the inputs, except
+        for the image.
         """
         images = torch.empty(2, 3, self.image_size, self.image_size, device="meta")
         with FlopCounterMode(display=False) as counter, torch.no_grad():

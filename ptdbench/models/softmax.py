@@ -1,6 +1,6 @@
 """Losses of rows of logits and their gradients: by torch's operations, or on CUDA by kernels that overwrite the logits.
 
-The kernels are registered as torch operations, so that eager and compiled code launch the same ones.
+The kernels are registered as torch operations, which eager and compiled code share.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ptdbench.problems import first_line
 
 @dataclass(frozen=True)
 class VocabularyShare:
-    """One rank's rows of a weight whose vocabulary is cut among ranks."""
+    """One rank's rows of a weight whose vocabulary is split over ranks."""
 
     first: int  #: The token of the first row.
     total: Callable[[Tensor], Tensor]  #: The sum of a tensor over the ranks.
@@ -32,8 +32,8 @@ def cross_entropy_(
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of each row in fp32 (fp64 for fp64), and the gradient of their sum.
 
-    d loss / d logits = softmax - one_hot. The target's entry is computed at higher precision: in bf16, a softmax close
-    to 1 has lost the very digits that remain after subtracting 1.
+    d loss / d logits = softmax - one_hot. The target's entry is computed at higher precision: a bf16 softmax close to 1
+    has lost the digits that remain after subtracting 1.
 
     Args:
         logits: ``[rows, vocabulary]``, or this rank's share of the columns; may be overwritten.
@@ -57,7 +57,7 @@ def cross_entropy_(
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether the Triton kernels run on a device. On ROCm they are untested, and not used."""
+    """Return whether the Triton kernels run on a device; on ROCm they are untested, and not used."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     if torch.cuda.get_device_properties(device).major < 8:  # Triton requires 8
@@ -67,19 +67,19 @@ def has_kernels(device: torch.device) -> bool:
 
 @cache
 def _has_triton(device: torch.device) -> bool:
-    """Try a kernel; Triton does not run without a C compiler, for example."""
+    """Whether a kernel runs; Triton needs a C compiler, for example."""
     try:
         row = torch.zeros(1, 16, device=device)
         torch.ops.ptdbench.cross_entropy_(row, row.new_zeros(1, dtype=torch.int64), True)
     except Exception as error:  # a compiler, linker or driver may raise anything
         reason = first_line(error)
-        warnings.warn(f"the loss is computed without its kernel, as Triton does not run here: {reason}", stacklevel=2)
+        warnings.warn(f"computing the loss without its Triton kernel, which does not run here: {reason}", stacklevel=2)
         return False
     return True
 
 
 def _of_all(logits: Tensor, target: Tensor, precise: torch.dtype) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Return the log likelihoods of the targets, ``[rows, 1]``, and a function for the gradient of their losses."""
+    """Return the log likelihoods of the targets, ``[rows, 1]``, and a function for the gradient of the losses."""
     likelihoods = F.log_softmax(logits, dim=1, dtype=precise)
     likelihood = likelihoods.gather(1, target)
 
@@ -128,9 +128,9 @@ _OPERATIONS = torch.library.Library("ptdbench", "FRAGMENT")
 
 
 def _operation(schema: str, like: Callable[..., Any], run: Callable[..., Any] | None = None) -> None:
-    """Register an operation: ``run``, or the kernel of its name; ``like`` returns tensors like it, without values.
+    """Register an operation: ``run``, or the kernel of its name; ``like``: its fake implementation.
 
-    :func:`torch.library.custom_op` is not used: its first call imports the compiler, which takes seconds.
+    The first call of :func:`torch.library.custom_op` would import the compiler, which takes seconds.
     """
     name = schema.partition("(")[0]
     _OPERATIONS.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

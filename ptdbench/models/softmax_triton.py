@@ -2,7 +2,7 @@
 
 A program computes a row in fp32, in blocks of its vocabulary. Maximum and sum of the exponentials take one pass
 (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867); the gradient takes a second, which finds much of the
-row in the L2 cache and writes it once. The vocabulary size is a compile-time constant: the interpreter of Triton 3.6
+row in the L2 cache and writes it once. The vocabulary size is a compile-time constant, as the interpreter of Triton 3.6
 does not support loops up to an argument. Import this module only if Triton is installed.
 """
 
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Adjacent columns that share a maximum: what a thread loads of bf16 at once, 16 bytes.
+#: Adjacent columns that share a maximum: 16 bytes of bf16, which a thread loads at once.
 _LANE = tl.constexpr(8)
 
-#: Maximum columns of a block: a lane for each of 512 threads. The fastest on an H200 of the shapes that were tried.
+#: Maximum columns of a block: a lane for each of 512 threads, the fastest that was tried on an H200.
 _MOST_COLUMNS = 2**12
 
 #: Below all logits, but finite: the difference of two infinities is NaN.
@@ -25,9 +25,9 @@ _LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 
 @triton.jit
 def _statistics(row, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the maximum of a row, and the sum of its exponentials relative to that.
+    """Return the maximum of a row, and the sum of its exponentials relative to it.
 
-    Each lane keeps its own until the end: a reduction over all threads in each block would make them wait.
+    Each lane keeps its own until the end: a reduction in each block would make all threads wait.
     """
     maxima = tl.full((COLUMNS // _LANE,), _LEAST, tl.float32)
     totals = tl.full((COLUMNS // _LANE,), 0.0, tl.float32)
@@ -46,12 +46,12 @@ def _statistics(row, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr):  # type: 
 def _overwrite(row, position, largest, total, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write softmax - one_hot over a row.
 
-    The target's entry is subtracted before the division: a softmax close to 1 has lost the digits that remain then.
+    The target's entry is subtracted before the division: a softmax close to 1 has lost the digits that remain.
     """
     scale = 1.0 / total
     blocks: tl.constexpr = (VOCABULARY + COLUMNS - 1) // COLUMNS
     for block in range(0, blocks):
-        columns = (blocks - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)  # backwards: the last blocks are in the cache
+        columns = (blocks - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)  # backwards: the last blocks are cached
         inside = columns < VOCABULARY
         exponentials = tl.exp(tl.load(row + columns, mask=inside, other=0.0).to(tl.float32) - largest)
         gradient = tl.where(columns == position, exponentials - total, exponentials) * scale
@@ -147,8 +147,8 @@ def _numbers(logits: Tensor) -> Tensor:
 def _size(logits: Tensor) -> dict[str, int]:
     """Return the columns of a row and of a block, with a thread for each lane of a block.
 
-    Multiplication and addition are fused, which is the default: Triton 3.9 warns about kernels that do not say so. The
-    many programs of a multiprocessor hide the latency of loads better than copies to shared memory ahead of them would.
+    Fused multiply-add is the default, but Triton 3.9 warns about kernels that do not say so. The many programs of a
+    multiprocessor hide the latency of loads better than prefetching to shared memory would.
     """
     columns = min(max(triton.next_power_of_2(logits.shape[1]), _LANE.value), _MOST_COLUMNS)
     return {

@@ -1,8 +1,8 @@
-"""The state of a module besides the values of its weights: taken, put back, or run again.
+"""The state of a module besides the values of its weights: saved, restored, or replayed.
 
-Buffers, the mode of each submodule, gradients, and whatever Python code keeps in attributes: numbers, tensors, lists,
-objects of its own package. A pass that must leave no trace (a trial, a rehearsal, an evaluation) puts it back; one that
-repeats another (recomputation) runs on what the first one had.
+It consists of buffers, the mode of each submodule, gradients, and whatever Python code keeps in attributes: numbers,
+tensors, lists, objects of its own package. A pass that must leave no trace (a trial, a rehearsal, an evaluation)
+restores it; one that repeats another (recomputation) replays it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 _LEAVES = (int, float, complex, str, bytes, type(None), type, FunctionType, MethodType, ModuleType, Tensor)
 
-#: The dicts in which ``nn.Module`` itself keeps weights, submodules and hooks.
+#: The dicts of ``nn.Module`` for weights, submodules and hooks.
 _INTERNAL = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
@@ -29,7 +29,7 @@ class ModuleState:
 
     Args:
         module: The module; its weights are not copied.
-        whole: Whether its dicts of weights, submodules and hooks are part of the state; not once a layout manages them.
+        whole: Whether dicts of weights, submodules and hooks are part of the state; not once a layout manages them.
     """
 
     def __init__(self, module: nn.Module, *, whole: bool = False) -> None:
@@ -43,10 +43,10 @@ class ModuleState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the state back: each buffer and attribute is the same object again, with the same content."""
+        """Restore the state: each buffer and attribute is the same object again, with the same content."""
         _fill(self._contents)
         for tensor, copied in self._copies.values():
-            if not (tensor.is_meta or torch.equal(tensor, copied)):  # what autograd has saved of the others stays valid
+            if not (tensor.is_meta or torch.equal(tensor, copied)):  # writing would invalidate what autograd has saved
                 tensor.copy_(copied)
         for weight, gradient, is_trained in self._gradients:
             if weight.grad is not gradient:
@@ -56,7 +56,7 @@ class ModuleState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Run the module on copies of this state; on exit its present state is back, in which nothing was written."""
+        """Run the module on copies of this state; on exit its present state is back, unchanged."""
         present = list(_containers(self._module, self._whole))
         copies = {key: copied.clone() for key, (_, copied) in self._copies.items()}
 
@@ -79,13 +79,13 @@ def without_values(module: nn.Module, device: torch.device | str) -> dict[str, T
 
 
 def has_state(module: nn.Module) -> bool:
-    """Whether a pass may change a module's state: it has buffers, or code other than torch's and this package's."""
+    """Whether a pass may change a module's state: it has buffers, or code from outside torch and this package."""
     return any(True for _ in module.buffers()) or any(map(_packages, map(type, module.modules())))
 
 
 @contextmanager
 def preserved(module: nn.Module, device: torch.device | None = None, *, whole: bool = False) -> Iterator[None]:
-    """Put the state of a module back on exit, and that of the random generators of the CPU and of a GPU ``device``."""
+    """Restore on exit the state of a module, and of the random generators of the CPU and of a GPU ``device``."""
     state = ModuleState(module, whole=whole)
     try:
         with torch.random.fork_rng([device] if device and device.type == "cuda" else []):
@@ -97,8 +97,8 @@ def preserved(module: nn.Module, device: torch.device | None = None, *, whole: b
 class Modes:
     """The modes of a module's parts in training and in evaluation.
 
-    A part that the constructor has put into eval mode stays there: it is frozen. A module that is in eval mode as a
-    whole, as ``from_pretrained`` returns it, is not.
+    A part that the constructor has put into eval mode stays there, as it is frozen; but a module that is in eval mode
+    as a whole, as ``from_pretrained`` returns it, is trained.
 
     Args:
         module: The module as it was built; both methods call its ``train``, which its class may override.
@@ -122,7 +122,7 @@ class Modes:
 def _containers(module: nn.Module, whole: bool) -> Iterator[tuple[Any, Any]]:
     """Yield the attributes, as dicts, of a module and of all modules and objects of its package that it holds.
 
-    The mutable containers among the attributes too; each once, with a shallow copy as a plain container.
+    Also yield the mutable containers among them; each once, with a shallow copy as a plain container.
     """
     packages = frozenset({"types"}).union(*map(_packages, map(type, module.modules())))  # SimpleNamespace is in types
     pending, seen = [module], set[int]()
@@ -147,12 +147,12 @@ def _containers(module: nn.Module, whole: bool) -> Iterator[tuple[Any, Any]]:
 
 @cache
 def _packages(kind: Any) -> frozenset[str]:
-    """Return the packages of a class and its bases other than torch and this one: objects of these are no state."""
+    """Return the packages of a class and its bases, except torch and this one, whose objects are no state."""
     return frozenset({base.__module__.partition(".")[0] for base in kind.__mro__} - {"torch", "ptdbench", "builtins"})
 
 
 def _fill(contents: Iterable[tuple[Any, Any]]) -> None:
-    """Give containers the content beside them, unless they hold the same objects."""
+    """Give each container its content, unless it holds the same objects already."""
     for held, content in contents:
         if isinstance(held, set) or _identities(held) != _identities(content):
             held.clear()
@@ -164,5 +164,5 @@ def _identities(held: Any) -> list[Any]:
 
 
 def _is_copied(value: object) -> bool:
-    """Whether an attribute is a tensor whose content is part of the state: neither a weight nor computed from one."""
+    """Whether an attribute is a tensor that is part of the state: neither a weight nor computed from one."""
     return isinstance(value, Tensor) and not value.requires_grad and not isinstance(value, nn.Parameter)

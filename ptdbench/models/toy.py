@@ -55,7 +55,7 @@ class Toy(nn.Module):
         return {f"chain.{i}": layer for i, layer in enumerate(self.chain)}
 
     def roles(self) -> dict[str, Role]:
-        """Divide layers in pairs; the last one of an odd number stays whole."""
+        """Split layers in pairs; the last one of an odd number stays whole."""
         roles = {}
         for i in range(0, len(self.chain) - 1, 2):
             roles[f"chain.{i}.linear"] = Role("colwise")
@@ -63,7 +63,7 @@ class Toy(nn.Module):
         return roles
 
     def train_flops(self) -> dict[str, float]:
-        """Count 2 FLOPs per weight forward and 4 backward; the first layer's inputs need no gradient, which saves 2."""
+        """Count 2 FLOPs per weight forward and 4 backward, but 2 for the first layer, whose inputs need no gradient."""
         counts = [weight.numel() for weight in self.parameters() if weight.dim() > 1]
         return {f"chain.{i}": (4.0 if i == 0 else 6.0) * count for i, count in enumerate(counts)}
 

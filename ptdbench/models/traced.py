@@ -1,8 +1,8 @@
-"""Splits a module that defines no stages into a chain: traces its forward, and cuts where a single tensor passes.
+"""Splits a module without ``parts()`` into a chain: traces its forward, and splits where a single tensor passes.
 
-This uses ``torch.fx`` rather than ``torch.distributed.pipelining.pipeline``, which decomposes modules into operations
-with the dropout of training, so that evaluation would need separate stages. Here submodules stay intact, and only the
-operations between them are replayed.
+``torch.distributed.pipelining.pipeline`` would decompose modules into operations with the dropout of training, so that
+evaluation would need separate stages. With ``torch.fx`` submodules stay intact, and only the operations between them
+are replayed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ptdbench.models.chain import Finish, NoChain, has_weights, named, refusing
+from ptdbench.models.chain import Finish, NoChain, has_weights, named, owned, refusing
 from ptdbench.models.protocol import Piece
 from ptdbench.models.state import ModuleState, preserved
 from ptdbench.models.trial import trial
@@ -33,19 +33,19 @@ def parts(
     Arguments are as for :class:`ptdbench.models.chain.Chain` and :meth:`ptdbench.models.chain.Chain.parts`.
 
     Raises:
-        NoChain: The module cannot be traced, or there is no place to cut it.
+        NoChain: The module cannot be traced, or there is no place to split it.
     """
     called = _Called(module, call)
     groups = _groups(module, list(_traced(called, blocks).nodes))
     if len(groups) < 2:
-        raise NoChain("has no place between its submodules where only one tensor passes")
+        raise NoChain("more than one tensor passes between its submodules")
     pieces = [_piece(called, nodes, prefix) for nodes in groups]
     _try(module, call, pieces, example)
     return named(pieces, finish, prefix)
 
 
 class _Tracer(fx.Tracer):
-    """Traces into modules that are not blocks and own no weights: all weights are used by calls of whole modules."""
+    """Traces into modules that are not blocks and own no tensors, so that only calls of whole modules use weights."""
 
     def __init__(self, blocks: Collection[nn.Module]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Tracer(fx.Tracer):
 
 
 class _Called(nn.Module):
-    """A wrapper of the module that takes only the inputs."""
+    """A wrapper of a module that takes only the inputs."""
 
     def __init__(self, module: nn.Module, call: Callable[[nn.Module, Tensor], Any]) -> None:
         super().__init__()
@@ -70,14 +70,14 @@ class _Called(nn.Module):
 
 def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
     """Trace the module; names of submodules begin with ``module.``."""
-    for kind, tensors in {"weight": called.module.named_parameters, "buffer": called.module.named_buffers}.items():
-        if (first := next(tensors(recurse=False), None)) is not None:
-            raise NoChain(f"has a {kind}, {first[0]}, outside of its submodules")
-    with refusing("cannot be traced"), preserved(called.module, whole=True):  # the module may cache a proxy
+    for kind, tensors in {"": called.module.named_parameters, "buffer ": called.module.named_buffers}.items():
+        if names := [name for name, _ in tensors(recurse=False)]:
+            raise owned(kind, called.module, names)
+    with refusing("it cannot be traced"), preserved(called.module, whole=True):  # the module may cache a proxy
         graph = _Tracer(blocks).trace(called)
     for node in graph.find_nodes(op="get_attr"):
         if str(node.target).startswith("module."):  # not a constant, which is in no module
-            raise NoChain(f"reads {str(node.target).removeprefix('module.')} outside of the module that has it")
+            raise NoChain(f"it reads {str(node.target).removeprefix('module.')} outside the module that owns it")
     return graph
 
 
@@ -125,14 +125,14 @@ def _piece(called: _Called, nodes: Sequence[fx.Node], prefix: str) -> Piece:
 def _try(module: nn.Module, call: Callable[[nn.Module, Tensor], Any], pieces: Sequence[Piece], example: Tensor) -> None:
     """Verify on two samples that the pieces in sequence compute the same as the module."""
     inputs: Any = torch.ones((2, *example.shape[1:]), dtype=example.dtype, device=next(module.parameters()).device)
-    with refusing("cannot be tried in pieces"), trial(module):
+    with refusing("it cannot be tried in pieces"), trial(module):
         before = ModuleState(module)
         expected = call(module, inputs)
         before.restore()  # or the pieces would count on from there
         for piece in pieces:
             if not (isinstance(inputs, Tensor) and inputs.shape[:1] == (2,)):
-                raise NoChain("passes on something other than a tensor with the samples first")
+                raise NoChain("it passes on something other than a tensor with the samples first")
             inputs = piece(inputs)
     alike = isinstance(expected, Tensor) and isinstance(inputs, Tensor) and expected.shape == inputs.shape
     if not alike or not (expected.is_meta or torch.equal(expected, inputs)):
-        raise NoChain("computes something else when its submodules are called one after the other")
+        raise NoChain("its submodules, called one after the other, compute something else")

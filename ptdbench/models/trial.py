@@ -1,4 +1,4 @@
-"""Trial passes of a module, which leave nothing in it: weights that they write are put back too."""
+"""Trial passes of a module, which leave it unchanged, written weights included."""
 
 from __future__ import annotations
 
@@ -22,36 +22,35 @@ from ptdbench.models.state import Modes, preserved, without_values
 
 @contextmanager
 def trial(module: nn.Module) -> Iterator[None]:
-    """Try a module in eval mode, without gradients; on exit all is as it was, random state included."""
+    """Try a module in eval mode, without gradients; restore everything on exit, random state included."""
     weights = dict(module.named_parameters())
     with warnings.catch_warnings(), torch.no_grad(), preserved(module, whole=True), _Uses(weights):
-        warnings.simplefilter("ignore")  # of what is unusual only in a trial, such as inputs without gradients
+        warnings.simplefilter("ignore")  # inputs without gradients, for example, are unusual only in training
         module.eval()  # no dropout, and batch norms keep their statistics
         yield
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What a forward pass in training does besides computing outputs, by full names."""
+    """The side effects of a forward pass in training, by full names."""
 
-    weights: Sequence[str] = ()  #: Weights that it changes in place, as that of a momentum encoder does.
+    weights: Sequence[str] = ()  #: Weights that it changes in place, as a momentum encoder does.
     buffers: Sequence[str] = ()  #: Buffers that it changes, other than the statistics of batch norms.
-    overwritten: Sequence[str] = ()  #: Those of them that it changes in place.
+    overwritten: Sequence[str] = ()  #: The buffers that it changes in place.
     outside: Sequence[str] = ()  #: Weights of layers that it uses while their layer does not run.
-    bypassed: Sequence[str] = ()  #: Those of them whose layer it does not call at all.
+    bypassed: Sequence[str] = ()  #: Those whose layer it does not call at all.
 
 
 def observe(module: nn.Module, layers: Iterable[nn.Module], inputs: Tensor, targets: Tensor) -> Observed:
     """Observe a forward pass in training, on the meta device or, if it does not run there, with the module's weights.
+
+    Return no observations if it runs nowhere.
 
     Args:
         module: Called as ``module(inputs, targets)``; it is as before afterwards.
         layers: Its repeated blocks.
         inputs: One sample, batch dimension included, on the meta device.
         targets: Its targets, likewise.
-
-    Returns:
-        What was observed; nothing if the pass cannot be tried.
     """
     for device in ("meta", None):  # code that reads values does not run on the meta device
         with suppress(Exception):  # third-party code may raise anything
@@ -91,9 +90,9 @@ def _observed(
 
 
 class _Uses(TorchDispatchMode):
-    """Notes which tensors operations use while none of the layers that hold them runs, and undoes writes on exit.
+    """Notes which tensors operations use while none of their layers runs, and undoes writes on exit.
 
-    Version counters do not show what goes through ``.data``.
+    Version counters would not show writes through ``.data``.
     """
 
     supports_higher_order_operators = True
@@ -122,7 +121,7 @@ class _Uses(TorchDispatchMode):
             yield
 
     def has_changed(self, tensor: Tensor) -> bool:
-        """Return whether an operation has written to a tensor, or other memory has taken the place of its own."""
+        """Return whether an operation has written to a tensor, or its memory was replaced."""
         return _memory(tensor) in self._before or _memory(tensor) not in self._of_memory
 
     def __exit__(self, *raised: Any) -> None:

@@ -18,14 +18,14 @@ KEY = "average"
 class WeightAverage:
     """Averages an optimizer's weights: after each step ``average = decay * average + (1 - decay) * weight``.
 
-    The averages are part of the optimizer's state, and so are sharded, saved and loaded with it. An average starts with
-    the weight after the first step. Steps that loss scaling skips do not count. Buffers, such as batch norm statistics,
-    are not averaged.
+    The averages are part of the optimizer's state, and sharded, saved and loaded with it. An average starts with the
+    weight after the first step. Steps that loss scaling skips do not count. Buffers, such as batch norm statistics, are
+    not averaged.
 
     Args:
         optimizer: An optimizer without state.
         decay: Between 0 and 1.
-        share: Sends weights to the other ranks if only this rank has their averages; called in all ranks.
+        share: Broadcasts weights whose averages only one rank has; called in all ranks.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Return a context in which averages replace the weights; on exit these are restored bit for bit."""
+        """Return a context in which averages replace the weights, which are restored bit for bit on exit."""
         pairs = self._pairs()
         kept = [weight.clone() for weight, _ in pairs]
         for weight, average in pairs:
@@ -67,7 +67,7 @@ class WeightAverage:
             rate = self._rate if skipped is None else [self._rate * (1 - skipped)] * len(weights)
             torch._foreach_lerp_(averages, weights, rate)
 
-    @torch.no_grad()  # in which DTensors return their local parts without a call of autograd
+    @torch.no_grad()  # so that DTensors return their local parts without a call of autograd
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return the local parts of weights and their averages."""
         state = self._optimizer.state

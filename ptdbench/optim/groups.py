@@ -1,4 +1,4 @@
-"""Parameter groups by rule: a weight's function in the model determines how it is updated."""
+"""Parameter groups by rule: the function of a weight in the model determines its updates."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from torch import nn
 
 Rule = Literal["matrices", "kernels", "embeddings", "head", "vectors"]
 
-#: Every rule, and whether weight decay applies to its weights under ``train.decay=matrices``. Decaying biases and the
-#: scales of norms does not make a model simpler (GPT-3, Brown et al. 2020, and He et al., "Bag of Tricks", 2019,
-#: section 3.1, omit them).
+#: Every rule, and whether weight decay applies to its weights under ``train.decay=matrices``; not to biases and the
+#: scales of norms, as in GPT-3 (Brown et al. 2020) and He et al., "Bag of Tricks", 2019, section 3.1.
 DECAYED: Mapping[Rule, bool] = {"matrices": True, "kernels": True, "embeddings": True, "head": True, "vectors": False}
 
 
 def rules(model: nn.Module) -> dict[nn.Parameter, Rule]:
-    """Find the rule of each parameter of a whole model.
+    """Return the rule of each parameter of a whole model.
 
     ``vectors``: fewer than two dimensions, such as biases and the scales of norms. ``embeddings``: weights of
     :class:`torch.nn.Embedding`. ``head``: weight of the model's last :class:`torch.nn.Linear`, its output projection.
-    ``kernels``: more than two dimensions, such as those of convolutions. ``matrices``: all others.
+    ``kernels``: more than two dimensions, as in convolutions. ``matrices``: all others.
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     of_weight: dict[nn.Parameter, Rule] = {}
@@ -45,7 +44,7 @@ def _rule(weight: nn.Parameter, is_embedding: bool, is_head: bool) -> Rule:
 def in_groups(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], model: nn.Module, not_decayed: Collection[Rule]
 ) -> Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
-    """Return a function that creates an optimizer of named parameters, with a group for each rule that occurs.
+    """Return a function that creates an optimizer of named parameters, with a group for each rule in use.
 
     Args:
         make: Creates an optimizer of parameter groups, each with its ``rule``.

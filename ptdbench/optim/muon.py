@@ -14,8 +14,8 @@ from torch.optim._muon import _adjust_lr
 class Muon(torch.optim.Optimizer):
     """:class:`torch.optim.Muon` for matrices and :class:`torch.optim.AdamW` for all other weights, as one optimizer.
 
-    For a sharded matrix each rank keeps its shard of the momentum. In a step all ranks gather the whole update and
-    orthogonalize it, and each applies its own part: numbers do not depend on the layout.
+    For a sharded matrix each rank keeps its shard of the momentum. In a step all ranks gather and orthogonalize the
+    whole update, and each applies its part: numbers do not depend on the layout.
 
     Args:
         params: Parameter groups with a ``rule`` each, see :func:`ptdbench.optim.groups.rules`; the other arguments are
@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all weights that have a gradient."""
         for part in self._parts:
-            # Groups and state are those of this optimizer, which loading a checkpoint replaces.
+            # From this optimizer, whose groups and state loading a checkpoint replaces.
             has_matrices = isinstance(part, _GatheredMuon)
             part.param_groups = [group for group in self.param_groups if (group["rule"] == "matrices") == has_matrices]
             part.state = self.state
@@ -62,10 +62,9 @@ class Muon(torch.optim.Optimizer):
 
 
 class _GatheredMuon(torch.optim.Muon):
-    """torch's Muon, but it orthogonalizes in a given dtype, and gathers sharded matrices first.
+    """torch's Muon, but it gathers sharded matrices and then orthogonalizes them in a given dtype.
 
-    torch would run each product of the iteration on shards, which communicates in every product and sums rounded
-    partial results.
+    torch would run each product on shards, which communicates in every product and sums rounded partial results.
     """
 
     def __init__(self, groups: list[dict[str, Any]], dtype: torch.dtype, **options: Any) -> None:
@@ -93,7 +92,7 @@ class _GatheredMuon(torch.optim.Muon):
 
 
 def _whole(matrix: Tensor) -> Tensor:
-    """Gather a matrix, one dimension of the mesh at a time: torch warns about gathering all at once."""
+    """Gather a matrix, one dimension of the mesh at a time, as torch warns about gathering all at once."""
     if not isinstance(matrix, DTensor):
         return matrix
     for dimension in range(matrix.device_mesh.ndim):

@@ -1,7 +1,4 @@
-"""Learning rate schedules: a factor of ``optimizer.lr`` that depends only on the step.
-
-A resumed run needs only the number of its next step.
-"""
+"""Learning rate schedules: a factor of ``optimizer.lr`` that depends only on the step."""
 
 from __future__ import annotations
 
@@ -59,8 +56,8 @@ class Cosine:
 class OneCycle:
     """Rises from ``first`` to 1 and falls to ``final``, both along half a cosine.
 
-    Smith and Topin, "Super-Convergence" (2018), with the cosine that :class:`torch.optim.lr_scheduler.OneCycleLR` uses
-    by default. The momentum is constant.
+    Smith and Topin, "Super-Convergence" (2018), with the default cosine of
+    :class:`torch.optim.lr_scheduler.OneCycleLR`. The momentum is constant.
     """
 
     rise: float = 0.3  #: Fraction of the steps in which the rate rises.

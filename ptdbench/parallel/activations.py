@@ -1,4 +1,4 @@
-"""Activations of the layers between the forward and the backward pass: kept, recomputed, or moved to the host."""
+"""Activations of the layers between the forward and the backward pass: kept, recomputed, or offloaded to the host."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ class Recompute(Activations):
         ConfigError: ``every`` is less than 1.
     """
 
-    #: Recompute the first layer of a model or stage and every ``every``-th after it; the other layers keep their
-    #: activations.
-    every: int = 1
+    every: int = 1  #: Recompute layers 0, ``every``, 2 ``every``, ... of a model or stage; the others keep theirs.
 
     def __post_init__(self) -> None:
         require(*at_least(1, every=self.every))
@@ -68,7 +66,7 @@ class Selective(Activations):
     def __call__(self, layers: Sequence[nn.Module]) -> None:
         """Apply selective activation checkpointing to these layers."""
         if all(type(layer).__module__.startswith("ptdbench.") for layer in layers):
-            # Once compiled, torch warns of operations in place, which must not be recomputed: these layers have none.
+            # If compiled, torch warns that in-place operations must not be recomputed: these layers have none.
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         for layer in layers:
             _recompute(layer, partial(create_selective_checkpoint_contexts, _policy))
@@ -79,10 +77,10 @@ _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts] = noop_context_fn) -> None:
-    """Let a layer recompute under the second of ``contexts``, on the buffers and attributes that its first run had.
+    """Let a layer recompute under the second of ``contexts``, with the buffers and attributes of its first run.
 
-    A compiled layer repeats operations of its graph and no Python code; that it changes no buffer, other than a batch
-    norm's statistics, which it does not read, is checked when the run is specified.
+    A compiled layer repeats operations of its graph, not Python code; the specification of a run checks that it changes
+    no buffers but batch norm statistics, which it does not read.
     """
 
     def keeping_state() -> _Contexts:
@@ -111,10 +109,7 @@ def _replayed(state: ModuleState, context: AbstractContextManager[Any]) -> Itera
 
 @dataclass(frozen=True)
 class Offload(Activations):
-    """Move a layer's saved tensors to host memory while the next layer runs, and fetch them for the backward pass.
-
-    On a CPU they are copied within host memory, which frees nothing.
-    """
+    """Move a layer's saved tensors to host memory while the next layer runs, and fetch them for the backward pass."""
 
     after_compilation = True  # hooks see what a graph saves for autograd, not what happens inside it
 

@@ -32,12 +32,11 @@ class Setting:
     """The ranks, formats and options of laying out a model."""
 
     mesh: Mesh  #: The mesh of ranks.
-    layout: BatchPlan  #: How the batch is divided among them.
+    layout: BatchPlan  #: How the batch is split over them.
     device: torch.device  #: This rank's device.
     precision: Name = "fp32"  #: Dtype of the arithmetic.
     compile: Compile = False  #: What is compiled, see :mod:`ptdbench.parallel.compile`.
-    #: How a layer's activations are handled until the backward pass.
-    activations: Activations = field(default_factory=Keep)
+    activations: Activations = field(default_factory=Keep)  #: What becomes of activations until the backward pass.
     seed: int = 0  #: Seed of the weights.
     positions: int = 1  #: Tokens per sample; 1 if samples have none.
     channels_last: bool = False  #: Whether images are channels-last in memory.
@@ -57,9 +56,9 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
     is_narrow = DTYPES[setting.precision] != torch.float32
-    # Ask before any transform, and only if the parts matter: for a user's own module, finding them takes a trace.
-    matter = setting.compile or is_narrow or is_sharded
-    parts = list((model.parts() or {}).values()) if matter else []
+    # Before any transform, and only if the parts matter: for a user's own module, finding them takes a trace.
+    needs_parts = setting.compile or is_narrow or is_sharded
+    parts = list((model.parts() or {}).values()) if needs_parts else []
     device, fill = setting.device, partial(_fill, model, setting)
     # First replace modules inside layers: all later transforms wrap them.
     if options.sync_batchnorm and (is_sharded or is_replicated):
@@ -113,7 +112,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
 
 
 def _fill(model: Model, setting: Setting, part: nn.Module, prefix: str = "") -> None:
-    """Materialize a part, given the prefix of its names; a tensor keeps this rank's part of its initial values."""
+    """Materialize a part, given the prefix of its names; tensors keep this rank's part of the initial values."""
 
     def placed(meta: Tensor, values: Tensor) -> Tensor:
         return fp8.wrapped_as(meta, tensor.placed(meta, values))
@@ -124,7 +123,7 @@ def _fill(model: Model, setting: Setting, part: nn.Module, prefix: str = "") -> 
 def _completed(
     part: LaidOutModule, shared: Sequence[nn.Module], setting: Setting, options: Options, copies: Copies | None
 ) -> LaidOutModule:
-    """Add what must run at the start of a step, and what completes the gradients where FSDP and DDP do not."""
+    """Add what runs at the start of a step, and what completes the gradients where FSDP and DDP do not."""
     dims, routing = setting.layout.dims, None
     begins: list[Callable[[Tensor], None]] = []
     settles: list[Callable[[], None]] = [part.settle]

@@ -1,4 +1,4 @@
-"""Batch plan: how a global batch is divided among ranks, and the rules for doing so."""
+"""Batch plan: how a global batch is split over ranks, and the rules for doing so."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BatchPlan:
 
 
 def check_share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) -> None:
-    """Raise ConfigError if a batch cannot be divided among replicas in such micro-batches."""
+    """Raise ConfigError if a batch cannot be split over replicas in such micro-batches."""
     if global_batch < 1 or global_batch % replicas:
         below = global_batch // replicas * replicas
         close = [number for number in (below, below + replicas) if number > 0]

@@ -1,8 +1,8 @@
 """Batch normalization over the micro-batches of all ranks, on any device.
 
-torch's SyncBatchNorm refuses CPU tensors, and on a GPU each layer makes the host wait for the device three times, to
-check for ranks without samples. Here all ranks have equally many samples. On a CPU the same is computed with
-differentiable all-reduces, so that a ResNet under ddp or fsdp can be compared with a single process on any device.
+torch's SyncBatchNorm refuses CPU tensors, and on a GPU each layer synchronizes with the host three times, to check for
+ranks without samples. Here all ranks have equally many samples. On a CPU the same is computed with differentiable
+all-reduces, so that a ResNet under ddp or fsdp can be compared with a single process on any device.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ class _Total(torch.autograd.Function):
 
 
 class HostSyncBatchNorm(_BatchNorm):
-    """Batch normalization with mean and variance over the samples of all ranks.
-
-    Every rank must have equally many samples, as :class:`ptdbench.parallel.batch.BatchPlan` ensures.
-    """
+    """Batch normalization over the samples of all ranks, equally many on each as ``BatchPlan`` ensures."""
 
     group: dist.ProcessGroup
 
@@ -75,7 +72,7 @@ _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class _OnDevice(SyncBatchNorm):
-    """torch's function with its kernels and backward pass, but a forward pass that does not wait for the GPU."""
+    """torch's function, with a forward pass that does not wait for the GPU."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -1,7 +1,7 @@
 """Communication volume of a step by formula, exact or unknown, for comparison with the sizes in a trace.
 
-A size is that of a rank's input to the operation, or of its output if that is larger. Messages of a single number, such
-as the norm of the gradients, are ignored.
+A message has the size of a rank's input to the operation, or of its output if larger. Messages of a single number, such
+as the gradient norm, are ignored.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ptdbench.parallel import experts, fp8
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.footprint import local_parts, modules_of_ranks
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline_stages import by_stage, cut
+from ptdbench.parallel.pipeline_stages import by_stage, split_stages
 from ptdbench.parallel.precision import DTYPES, Name
 from ptdbench.parallel.roles import roles_of
-from ptdbench.parallel.tensor import cut_dimensions
+from ptdbench.parallel.tensor import split_dimensions
 
 #: The operations with formulas.
 OPERATIONS = (
@@ -41,13 +41,13 @@ Size = float | tuple[float, float] | None
 #: Bytes per element of gradients, losses and softmax normalizers.
 _WIDE = 4
 
-#: Numbers per token that ranks with shares of a vocabulary reduce, see ``LinearCrossEntropy``.
+#: Numbers per token that ranks reduce for a loss over a split vocabulary, see ``LinearCrossEntropy``.
 _OF_LOSS = 3
 
 #: Gathered stages that torch's pipeline schedules keep on a rank: ``_add_unshard_reshard(max_active_stages=3)``.
 _KEPT_STAGES = 3
 
-#: Bytes per element sent to average gradients; the sizes of PowerSGD's matrices depend on the buckets.
+#: Bytes per element of a reduced gradient; the sizes of PowerSGD's matrices depend on the buckets.
 _SENT = {"fp32": _WIDE, "bf16": 2, "fp16": 2, "powersgd": math.nan}
 
 
@@ -55,15 +55,15 @@ _SENT = {"fp32": _WIDE, "bf16": 2, "fp16": 2, "powersgd": math.nan}
 class CommModel:
     """A model of a step's communication: the work and its layout."""
 
-    #: On the meta device; for a model on another device only the traffic of weights and gradients is known.
+    #: On the meta device; of a model on another device, only the traffic of weights and gradients is predicted.
     model: Model
     example: tuple[Tensor, Tensor]  #: Inputs and targets of one sample on the meta device.
-    layout: BatchPlan  #: How the global batch is divided among the ranks.
+    layout: BatchPlan  #: How the global batch is split over the ranks.
     options: Options  #: The options of ``parallel``.
     precision: Name = "fp32"  #: Dtype of the arithmetic.
     recomputes: bool = False  #: Whether the backward pass recomputes some of the forward pass.
-    gathers: int = 0  #: Bytes per element that the optimizer gathers of each sharded matrix; 0: it gathers nothing.
-    forced: bool = False  #: Whether experts are taken in turn, whatever the model's routers choose.
+    gathers: int = 0  #: Bytes per element of each sharded matrix that the optimizer gathers; 0: none.
+    forced: bool = False  #: Whether experts are chosen round-robin, whatever the model's routers do.
 
     @property
     def is_sharded(self) -> bool:
@@ -103,7 +103,7 @@ def _unknown(*operations: str) -> dict[str, float]:
 def _of_copies(work: CommModel) -> dict[str, float]:
     """Return the traffic of DDP: each gradient is averaged once per step (Li et al. 2020, arXiv 2006.15704).
 
-    ZeRO-1: each replica broadcasts the weights that it has updated (Rajbhandari et al. 2020, section 5).
+    Under ZeRO-1 each replica broadcasts the weights that it updates (Rajbhandari et al. 2020, section 5).
     """
     weights = [weight for stage in _stages(work) for weight in stage.parameters() if weight.requires_grad]
     return {
@@ -117,9 +117,9 @@ def _of_shards(work: CommModel) -> dict[str, float]:
 
     A layer is gathered for its forward and again for its backward passes; the last layer and the weights outside layers
     once for both. Gradients are reduce-scattered once per step, or if requested once per micro-batch, and the shards
-    averaged between copies once per step (Zhao et al. 2023, arXiv 2304.11277); under a pipeline both happen once per
-    pass of its schedule. Shards are padded to equal sizes. How often pipeline stages gather layers that they free in
-    between depends on the order of micro-batches: unknown; so does how often they gather all layers, if a rank has more
+    averaged between replicas once per step (Zhao et al. 2023, arXiv 2304.11277); under a pipeline both happen once per
+    pass of its schedule. Shards are padded to equal sizes. How often pipeline stages gather layers that they free
+    depends on the order of micro-batches, and is unknown; so is how often they gather all layers, if a rank has more
     than :data:`_KEPT_STAGES`. For weights gathered in fp8, ranks first agree on the scales.
     """
     options, dims, passes = work.options, work.layout.dims, work.layout.accumulation
@@ -166,7 +166,7 @@ def _stages(work: CommModel) -> Iterator[nn.Module]:
 
 
 def _of_routers(work: CommModel, routers: Sequence[Router]) -> dict[str, float]:
-    """Return the traffic of load balancing: ranks sum how often they have chosen each expert."""
+    """Return the traffic of load balancing: ranks sum how often each expert was chosen."""
     dims = work.layout.dims
     numbers = sum(router.experts for router in routers if router.balances)
     groups = (dims.ways("samples", "positions"), dims.tensor)
@@ -174,12 +174,12 @@ def _of_routers(work: CommModel, routers: Sequence[Router]) -> dict[str, float]:
 
 
 def _of_experts(work: CommModel, routers: Sequence[Router]) -> dict[str, Size]:
-    """Return the traffic of experts: tokens are sent to their experts and back, and so are gradients, and counts.
+    """Return the traffic of experts: tokens to their experts and back, their gradients, and counts.
 
     A rank sends N choices and receives N on average; the larger of the two counts. The maximum is reached when all
     choices go to as few ranks as hold ``active`` experts: (2 - max(1 / ranks, active / experts)) N, averaged over
     ranks. With a capacity, the minimum is reached when ``active`` experts are full and all other choices are dropped.
-    Unknown if other modules than our routers send tokens.
+    Unknown if modules other than our routers send tokens.
     """
     if len(routers) < len(experts.modules(work.model)):
         return {"dispatch": None, "combine": None}
@@ -190,7 +190,7 @@ def _of_experts(work: CommModel, routers: Sequence[Router]) -> dict[str, Size]:
     for router in routers:
         choices = tokens * router.active * layout.replica_batch
         size = router.weight.shape[1] * item
-        # Taken in turn, all experts get equally many if rounds are whole; a ring divides its positions in two pieces.
+        # Round-robin, all experts get equally many if rounds are whole; a ring splits its positions into two pieces.
         pieces = 2 if dims.context > 1 and work.options.context_method == "ring" else 1
         in_turn = (work.forced or router.forced) and tokens * router.active % (pieces * router.experts) == 0
         capacity = math.inf if router.capacity is None else router.capacity
@@ -215,7 +215,7 @@ def _of_activations(work: CommModel) -> Iterator[dict[str, float]]:
     dims, module = work.layout.dims, module_of(work.model)
     try:
         if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            raise NotImplementedError  # on a real device it would compute, draw random numbers and change its buffers
+            raise NotImplementedError  # elsewhere it would compute, draw random numbers and change its buffers
         inputs, outputs = _sizes(work)
     except Exception:  # a model not made for the meta device may raise anything
         yield _unknown(*OPERATIONS)
@@ -232,17 +232,17 @@ def _of_activations(work: CommModel) -> Iterator[dict[str, float]]:
 def _between_stages(work: CommModel, outputs: Mapping[str, int]) -> dict[str, float]:
     """Return the traffic between stages: activations forward, their gradients backward (Huang et al. 2019).
 
-    The gradients of a weight that several stages train are exchanged once per step, between each pair of ranks.
+    The gradients of a weight that several stages share are exchanged once per step, between each pair of ranks.
     """
     dims = work.layout.dims
-    where = cut(work.model, work.options.stage_ranks(dims))
-    neighbors = zip(where.stages, pairwise(where.ranks), strict=False)
+    split = split_stages(work.model, work.options.stage_ranks(dims))
+    neighbors = zip(split.stages, pairwise(split.ranks), strict=False)
     sent = [names[-1] for names, (here, there) in neighbors if here != there]
     size = sum(outputs[name] for name in sent) * _bytes_per_sample(work) / (dims.tensor if work.options.sequence else 1)
-    dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
+    dimensions = split_dimensions(work.model) if dims.tensor > 1 else {}
     shards = dims.shards if work.is_sharded else 1
-    for stages in by_stage(work.model.tied(), where):
-        ranks = len({where.ranks[stage] for stage in stages})
+    for stages in by_stage(work.model.tied(), split):
+        ranks = len({split.ranks[stage] for stage in stages})
         weight = module_of(work.model).get_parameter(next(iter(stages.values()))[0])
         if weight.requires_grad:
             size += ranks * (ranks - 1) / 2 * weight.nbytes / shards / (dims.tensor if weight in dimensions else 1)
@@ -252,8 +252,8 @@ def _between_stages(work: CommModel, outputs: Mapping[str, int]) -> dict[str, fl
 def _of_attention(work: CommModel, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> dict[str, float]:
     """Return the traffic of context parallelism: all-to-alls of queries, keys, values, their mixture, and gradients.
 
-    See Jacobs et al. 2023. In ring attention, keys and values of all positions are gathered for each pass, and their
-    fp32 gradients pass through each rank.
+    See Jacobs et al. 2023. Ring attention gathers keys and values of all positions in each pass, and passes their fp32
+    gradients through each rank.
     """
     names = [name for name, role in roles_of(work.model).items() if role.kind == "attention"]
     if work.options.context_method == "ring":
@@ -270,9 +270,9 @@ def _of_attention(work: CommModel, inputs: Mapping[str, int], outputs: Mapping[s
 def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[str, float]]:
     """Yield the traffic of tensor parallelism.
 
-    Outputs of layers with cut inputs are summed in the forward pass, input gradients of layers with cut outputs in the
-    backward pass (Shoeybi et al. 2019, section 3). With sequence parallelism sums are reduce-scattered, and gathered in
-    the other pass (Korthikanti et al. 2022, section 4.2.2).
+    Outputs of row-wise layers are summed in the forward pass, input gradients of column-wise layers in the backward
+    pass (Shoeybi et al. 2019, section 3). With sequence parallelism sums are reduce-scattered, and gathered in the
+    other pass (Korthikanti et al. 2022, section 4.2.2).
     """
     module, sequence = module_of(work.model), work.options.sequence
     narrow_sums = sequence and work.is_sharded and DTYPES[work.precision] != torch.float32
@@ -294,7 +294,7 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
         elif role.kind == "loss":
             tokens = work.example[1].numel() * work.layout.replica_batch / work.layout.dims.context
             yield {"all_reduce": _OF_LOSS * _WIDE * tokens}
-        # Each rank has only a summand of the gradients of these weights.
+        # Each rank has only its summand of the gradients of these weights.
         if role.kind in ("replicated", "split_sequence") or (role.kind == "sequence" and sequence):
             summands |= set(module.get_submodule(name).parameters())
     summands -= experts.parts(work.model, work.layout.dims).keys()

@@ -22,8 +22,8 @@ Compile = Literal[False, "layers", "whole", "autotune"]
 #: The environment variable by which users set the number of compile processes.
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
-#: Graphs that a run may need for one kind of part: training, evaluation, a smaller last batch, and outputs without a
-#: loss, each with inputs that need a gradient or not.
+#: Graphs that a run may need of one kind of part: for training, evaluation, a smaller last batch, and outputs without
+#: a loss, each with inputs that need a gradient or not.
 VARIANTS = 8
 
 
@@ -51,7 +51,7 @@ def start_afresh(mode: Compile) -> None:
 
 
 def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module], mode: Compile) -> None:
-    """Compile a model or stage with these ``layers``; ``parts``: those of the whole model, if it is a chain.
+    """Compile a model or stage with these ``layers``; ``parts``: the whole model's, if it is a chain.
 
     Identical layers share one compiled graph, so 96 of them compile as fast as one. Communication between layers stays
     between the graphs, where it can overlap.
@@ -74,8 +74,7 @@ def autotuning() -> dict[str, bool]:
     """Return compiler options for choosing kernels by timing.
 
     These are torch's max-autotune options, plus persistent matrix products that load through the tensor memory
-    accelerator (TMA), which torch leaves out: on Hopper its plain kernels seldom beat cuBLAS. GPUs without TMA skip
-    them.
+    accelerator (TMA), which torch omits: on Hopper its plain kernels seldom beat cuBLAS. GPUs without TMA skip them.
     """
     from torch._inductor import config, list_mode_options
 
@@ -95,7 +94,7 @@ def parts_outside_layers(module: nn.Module, layers: Sequence[nn.Module], parts: 
 
 
 def _compiled(forward: Callable[..., Any], name: str, mode: Compile, options: dict[str, Any]) -> Callable[..., Any]:
-    """Compile the forward of a module, of a class with this name, for the shapes that it is called with."""
+    """Compile the forward of a module whose class has this name, for the shapes it is called with."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
     compiled = torch.compile(forward, dynamic=False, **options)
@@ -105,11 +104,11 @@ def _compiled(forward: Callable[..., Any], name: str, mode: Compile, options: di
         try:
             return compiled(*arguments, **named)
         except FailOnRecompileLimitHit as error:
-            rule = f"the forward of {name} still changes after {torch._dynamo.config.recompile_limit} compilations"
-            raise ConfigError([Problem("compile", mode, rule, "try false, or samples of one shape")]) from error
+            rule = f"the forward of {name} needs more than {torch._dynamo.config.recompile_limit} compilations"
+            raise ConfigError([Problem("compile", mode, rule, "try false, or samples of equal shape")]) from error
         except Unsupported as error:
             reason = first_line(error)
-            rule = f"the forward of {name} is not one graph: {reason}"
+            rule = f"the forward of {name} cannot be compiled as one graph: {reason}"
             raise ConfigError([Problem("compile", mode, rule, "try layers")]) from error
 
     return run

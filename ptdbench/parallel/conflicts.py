@@ -18,7 +18,7 @@ from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims, divisors
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_schedules import SCHEDULES, SPLITS_SINCE, rounds
-from ptdbench.parallel.pipeline_stages import cut
+from ptdbench.parallel.pipeline_stages import split_stages
 from ptdbench.parallel.roles import roles_of
 from ptdbench.problems import Problem, as_typed, nearest, try_these
 
@@ -41,16 +41,15 @@ def is_settable(option: str) -> bool:
 
 
 _NO_EFFECT = "has no effect under these degrees of parallelism"
-_SHARED = "needs memory that GPUs write to each other"
+_SYMMETRIC = "needs symmetric memory"
 _1F1B = "parallel.schedule=interleaved1f1b"
-_OTHERS = "which other ranks share too"
 _UNDIVIDED = "try 1, or parallel=ddp,fsdp"
 
 
 def of_values(options: Options) -> list[Row]:
-    """Return values that are invalid whatever the degrees."""
+    """Return the conflicts of values that are invalid whatever the degrees."""
     lacks = ring.missing() if options.context_method == "ring" else None
-    here = f"torch {torch.__version__} does not have"
+    missing = f"missing from torch {torch.__version__}"
     schedule, stages = SCHEDULES.get(options.schedule), options.stages_per_rank
     allowed = schedule.stages if schedule and options.pipeline != 1 else stages
     return [
@@ -61,17 +60,17 @@ def of_values(options: Options) -> list[Row]:
         (allowed == "several" and stages != "auto" and stages < 2, "stages_per_rank",
          f"must be a whole number of at least 2 under {options.schedule}", "try auto, or parallel.schedule=1f1b"),
         (schedule and options.pipeline != 1 and not schedule.is_supported, "schedule",
-         f"needs torch {SPLITS_SINCE} or newer, and this is {torch.__version__}", "try interleaved1f1b, looped_bfs"),
+         f"needs torch {SPLITS_SINCE} or newer (installed: {torch.__version__})", "try interleaved1f1b, looped_bfs"),
         (options.bucket_mb != "auto" and options.bucket_mb <= 0, "bucket_mb", "must be greater than 0 (MiB)",
          "try auto, 25"),
-        (lacks, "context_method", f"needs {lacks}, which {here}", "try ulysses"),
+        (lacks, "context_method", f"needs {lacks}, {missing}", "try ulysses"),
         *(
             (getattr(options, option) != _DEFAULTS[option] and not is_settable(option), option,
-             f"needs FSDPModule.{setter}, which {here}", f"try {as_typed(_DEFAULTS[option])}")
+             f"needs FSDPModule.{setter}, {missing}", f"try {as_typed(_DEFAULTS[option])}")
             for option, setter in SETTERS.items()
         ),
         (options.message_buffers == "symmetric" and options.reduce_scatter_buffers > 1, "reduce_scatter_buffers",
-         "must be 1 with parallel.message_buffers=symmetric, which is one buffer", "try 1"),
+         "must be 1 with parallel.message_buffers=symmetric, which has a single buffer", "try 1"),
     ]  # fmt: skip
 
 
@@ -100,17 +99,17 @@ def of_degrees(options: Options) -> list[Row]:
          "has no effect under a pipeline, whose schedule reduces the gradients of a stage after its last micro-batch",
          "try false"),
         (options.shards(dims) and compresses,
-         "gradients", "needs whole gradients, and this layout shards them", "try auto, bf16, or parallel=ddp"),
+         "gradients", "needs unsharded gradients, but this layout shards them", "try auto, bf16, or parallel=ddp"),
         *(
             (replicates and not compresses and is_set[option],
              option, "has no effect without parallel.gradients=powersgd", "omit it")
             for option in ("powersgd_rank", "powersgd_start")
         ),
         (options.async_tensor and not options.sequence and not is_one["tensor"], "async_tensor",
-         "overlaps products with the messages of sequence parallelism", "try false, or parallel.sequence=true"),
+         "only overlaps the messages of sequence parallelism", "try false, or parallel.sequence=true"),
         (reshards_to_group and not (is_one["pipeline"] and is_one["tensor"] and is_one["context"]),
          "reshard_after_forward",
-         "makes groups of ranks that only shard, without stages, tensor or context parallelism", "try true, false"),
+         "a group size is not supported with pipeline, tensor or context parallelism", "try true, false"),
         (is_one["replicate"] and is_one["shard"] and is_set["sync_batchnorm"],
          "sync_batchnorm", _NO_EFFECT, "it belongs to parallel=ddp,pdp,fsdp,hsdp"),
     ]  # fmt: skip
@@ -131,18 +130,18 @@ def of_layout(options: Options, plan: BatchPlan, micro_batch: object = "auto") -
         yield (count < fewest, "microbatches",
                f"must be at least the number of stages, {fewest}, under {options.schedule}", remedy)  # fmt: skip
         yield (count >= fewest and not schedule.accepts(count, dims.pipeline, per_rank), "microbatches",
-               f"must be a multiple of {equal} under {options.schedule}, which takes them in {equal} equal rounds",
+               f"must be a multiple of {equal} under {options.schedule}, which runs them in {equal} equal rounds",
                remedy)  # fmt: skip
     yield from [
         (is_static and has_stages, "static_graph", "gives wrong gradients under a pipeline", "try auto, false"),
         (is_static and not has_stages and plan.accumulation > 1, "static_graph",
-         f"is not sound with gradient accumulation, and there are {plan.accumulation} passes a step",
+         f"is unsafe with gradient accumulation, here {plan.accumulation} passes per step",
          "try auto, false, or train.micro_batch=auto"),
         (not isinstance(frees, bool) and frees not in groups, "reshard_after_forward",
-         f"a number must divide shard({dims.shard}), and lie between 1 and it",
+         f"a group size must divide shard({dims.shard}), and lie between 1 and {dims.shard}",
          try_these(["true", "false", *groups])),
         (options.frees_after_forward(dims) and options.splits_backward(dims), "reshard_after_forward",
-         f"gives wrong gradients under {options.schedule}, which computes those of weights after other forward passes",
+         f"gives wrong gradients under {options.schedule}, which defers weight gradients past later forward passes",
          f"try false, or {_1F1B}"),
     ]  # fmt: skip
 
@@ -155,60 +154,60 @@ def of_option(options: Options, plan: BatchPlan | None, name: str, value: object
     gathers_fp8 = fp8.is_gathered(value, sharded=options.shards(dims))
     rows: dict[str, list[Row]] = {
         "compile": [
-            (value == "whole" and is_ring, "compile", "is one graph, and ring attention is not compiled",
+            (value == "whole" and is_ring, "compile", "needs a single graph, but ring attention is not compiled",
              "try layers, or parallel.context_method=ulysses"),
             (value == "whole" and options.shards(dims), "compile",
-             "is one graph, and sharded weights are gathered between the graphs of the layers",
+             "needs a single graph, but sharded weights are gathered between layers",
              "try layers, or parallel=ddp"),
             (value in (False, "whole") and options.async_tensor, "parallel.async_tensor",
-             f"is the compiler's work in each layer, and compile={str(value).lower()}", "try false, or compile=layers"),
-            (value and splits, "compile", f"makes one graph of the backward pass, which {options.schedule} splits",
+             f"is done by the compiler per layer, but compile={str(value).lower()}", "try false, or compile=layers"),
+            (value and splits, "compile", f"makes the backward pass one graph, but {options.schedule} splits it",
              f"try false, or {_1F1B}"),
         ],
         "activations": [
             (isinstance(value, Selective) and dims.expert > 1, "activations",
-             "keeps results in the order of a layer's operations, which gathering the experts of a layer changes",
+             "relies on the order of a layer's operations, which gathering its experts changes",
              "try recompute, keep"),
             (isinstance(value, Selective) and splits, "activations",
-             f"has what it keeps for one backward pass, and {options.schedule} takes two",
+             f"keeps results for one backward pass, but {options.schedule} runs two",
              f"try recompute, keep, or {_1F1B}"),
         ],
         "offload": [
             (value == "optimizer_and_weights" and not (options.applies("shard", dims) or options.gathers_weights(dims)),
-             "offload", "is for sharded weights, and these degrees of parallelism shard none",
+             "offload", "needs sharded weights, but these degrees of parallelism shard none",
              f"try {options.rows()['shard'].preset}"),
         ],
         "backend": [
             ("nccl" not in str(value) and options.message_buffers != "caching", "parallel.message_buffers",
-             f"needs NCCL's own memory, and the backend is {value}", "try caching"),
+             f"needs memory allocated by NCCL, but the backend is {value}", "try caching"),
             ("nccl" not in str(value) and options.async_tensor, "parallel.async_tensor",
-             f"{_SHARED}, and the backend is {value}", "try false"),
+             f"{_SYMMETRIC}, but the backend is {value}", "try false"),
         ],
         "virtual": [
             (value and options.message_buffers == "symmetric", "parallel.message_buffers",
-             f"{_SHARED}, which virtual ones lack", "try caching, nccl"),
-            (value and options.async_tensor, "parallel.async_tensor", f"{_SHARED}, which virtual ones lack",
-             "try false"),
+             f"{_SYMMETRIC}, which virtual GPUs do not have", "try caching, nccl"),
+            (value and options.async_tensor, "parallel.async_tensor",
+             f"{_SYMMETRIC}, which virtual GPUs do not have", "try false"),
         ],
         "optimizer": [
             (_unsharded(value) and (options.shards(dims) or dims.tensor > 1), "optimizer._target_",
-             "has no step for sharded weights in torch", "try adamw, or parallel=ddp"),
+             "does not support sharded weights in torch", "try adamw, or parallel=ddp"),
         ],
         "precision": [
             (value == "fp16" and options.gradients == "powersgd", "parallel.gradients",
-             "is not for scaled losses: a step that overflows is skipped, and its infinite error would be kept",
+             "does not work with loss scaling: an overflow skips the step, but its infinite error would be fed back",
              "try auto, or precision=bf16"),
             (value in fp8.RECIPES and options.applies("tensor", dims), "precision",
-             "does not support tensor parallelism: its layers take no DTensors", "try bf16"),
+             "does not support tensor parallelism: its layers do not accept DTensors", "try bf16"),
             (gathers_fp8 and not isinstance(options.reshard_after_forward, bool), "parallel.reshard_after_forward",
-             "is not for weights that are gathered in fp8", "try true, false, or precision=fp8"),
+             "a group size is not supported for weights gathered in fp8", "try true, false, or precision=fp8"),
         ],
     }  # fmt: skip
     return rows[name]
 
 
 def of_model(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
-    """Yield what a model lacks for the degrees of a run, up to the first degree that it does not suit."""
+    """Yield the requirements that a model does not meet, of the first degree of a run that it does not suit."""
     for applies, rows in (
         (options.applies("pipeline", dims), _of_stages(options, model, dims)),
         (options.applies("tensor", dims), _of_products(options, model, dims)),
@@ -226,20 +225,21 @@ def of_sample(options: Options, inputs: Tensor, targets: Tensor, dims: Dims) -> 
     """Return the reasons why ranks cannot share the positions of a sample, ``[batch, length]``."""
     if not options.applies("context", dims) or inputs.dim() < 2:
         return []
-    shapes = f"of shapes {list(inputs.shape)} and {list(targets.shape)}"
     return [
         _undivided_positions(options, dims, [Role("positions", inputs.shape[1], "positions")], "a sample"),
         (targets.shape[:2] != inputs.shape[:2], "context",
-         f"divides inputs and targets by the same positions, and a sample has inputs and targets {shapes}", _UNDIVIDED),
+         f"splits inputs and targets by position, but their shapes are {list(inputs.shape)} and {list(targets.shape)}",
+         _UNDIVIDED),
     ]  # fmt: skip
 
 
 def _of_stages(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     parts, per_rank = model.parts(), options.stages_on_rank
     if parts is None:
-        reason = getattr(model, "uncut", None) or "has no parts()"
+        reason, remedy = getattr(model, "unsplit", None) or ("it has no parts()", "define parts()")
         others = ["parallel=ddp"] if any(row[0] for row in _of_shards(model)) else ["parallel=ddp", "parallel=fsdp"]
-        yield True, "pipeline", f"the model {reason}, so it cannot be cut into stages", try_these(others)
+        rule = f"the model cannot be split into stages: {reason}"
+        yield True, "pipeline", rule, f"{remedy}, or {try_these(others)}"
         return
     stages, layers = dims.pipeline * per_rank, min(len(parts), len(model.layers() or parts))
     if stages > layers:
@@ -248,16 +248,16 @@ def _of_stages(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
         single = per_rank > 1 and dims.pipeline <= layers
         others = ["or parallel.schedule=1f1b" if fits else "parallel.schedule=1f1b"] if single else []
         remedy = try_these([*fits, *others]) or "try another cluster.ranks_per_node, or parallel=ddp"
-        yield True, "pipeline", f"{product}must not exceed the number of the model's layers, {layers}", remedy
+        yield True, "pipeline", f"{product}must not exceed the model's {layers} layers", remedy
         return
-    for number, names in enumerate(cut(model, range(stages)).stages):
+    for number, names in enumerate(split_stages(model, range(stages)).stages):
         is_trained = any(weight.requires_grad for name in names for weight in parts[name].parameters())
-        yield (not is_trained, "pipeline", f"stage {number} has nothing to train",
+        yield (not is_trained, "pipeline", f"stage {number} has no trainable weights",
                "try parallel=fsdp, or fewer stages")  # fmt: skip
     within = tuple(f"{member}." for name, part in parts.items() for member in members(name, part))
     for first, second in model.tied():
         yield (not (first.startswith(within) and second.startswith(within)), "pipeline",
-               f"{first} and {second} are one weight, as of a module under two names, and one is in no part",
+               f"{first} and {second} are the same weight, and one of the two names is in no part",
                "register it under one name, or try parallel=ddp")  # fmt: skip
 
 
@@ -265,20 +265,21 @@ def _of_products(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     styles = tensor.styles(options.sequence)
     roles = {name: role for name, role in roles_of(model).items() if role.kind in styles}
     kinds = {role.kind for role in roles.values()}
-    is_cut = not kinds.isdisjoint(tensor.DIMENSIONS)
-    yield not is_cut, "tensor", "needs a model whose roles() name layers that can be cut", _UNDIVIDED
-    yield (is_cut and options.sequence and "scatter" not in kinds, "sequence",
-           "needs a model whose roles() name the module where its stream begins", "try false")  # fmt: skip
+    is_split = not kinds.isdisjoint(tensor.DIMENSIONS)
+    yield not is_split, "tensor", "needs a model whose roles() name layers to split", _UNDIVIDED
+    yield (is_split and options.sequence and "scatter" not in kinds, "sequence",
+           "needs a model whose roles() name a module to scatter: the start of its residual stream",
+           "try false")  # fmt: skip
     positions, others = list[Role](), list[Role]()
     for name, role in roles.items():
         if role.kind in ("scatter", "split_sequence"):
             positions.append(role)
         elif role.units or role.kind not in tensor.DIMENSIONS:
             others.append(role)
-        else:  # the features that are cut
+        else:  # the features that are split
             layer: Any = module_of(model).get_submodule(name)
             others.append(replace(role, units=layer.weight.shape[tensor.DIMENSIONS[role.kind]]))
-    yield _undivided("tensor", dims.tensor, positions, dims.context)
+    yield _undivided("tensor", dims.tensor, positions, dims.context, "which context parallelism splits too")
     yield _undivided("tensor", dims.tensor, others)
 
 
@@ -286,12 +287,13 @@ def _of_positions(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     roles = roles_of(model).values()
     attention, positions = ([role for role in roles if role.kind == kind] for kind in ("attention", "positions"))
     yield (not (attention and positions), "context",
-           "needs a model whose roles() name its attention and where its positions come in", _UNDIVIDED)  # fmt: skip
+           "needs a model whose roles() name its attention and the module given its positions",
+           _UNDIVIDED)  # fmt: skip
     yield _undivided_positions(options, dims, positions)
     if options.context_method == "ulysses":
-        yield _undivided("context", dims.context, attention, dims.tensor)
+        yield _undivided("context", dims.context, attention, dims.tensor, "which tensor parallelism splits too")
     yield (options.context_method == "ring" and not all(role.is_causal for role in attention), "context_method",
-           "computes causal attention itself, and the model's roles() do not say is_causal of its attention",
+           "supports only causal attention, but the model's roles() do not mark it is_causal",
            "try ulysses")  # fmt: skip
 
 
@@ -304,7 +306,7 @@ def _of_experts(model: Model, dims: Dims) -> Iterator[Row]:
     for rows in {weight.shape[experts.SHARDED] for part in experts.modules(model) for weight in part.parameters()}:
         fits = [size for size in divisors(whole) if shared % size == rows % (whole // size) == 0]
         yield (rows % copies, "expert",
-               f"leaves {copies} copies of each expert, which must divide the {rows} rows of its matrices",
+               f"leaves {copies} replicas of each expert, which must divide the {rows} rows of its matrices",
                try_these([*fits, "another number of ranks", "or parallel=fsdp"]))  # fmt: skip
 
 
@@ -321,12 +323,11 @@ def _of_shards(model: Model) -> Iterator[Row]:
         unit = next((unit for unit in units if name.startswith(unit)), None)
         other, other_unit = first.setdefault(weight, (name, unit))
         for is_refused, rule in (
-            (unit != other_unit, f"{other} and {name} are one weight, and fully_shard wants it in one layer"),
-            (weight.is_complex(), f"{name} is complex, and fully_shard gathers weights and adds up gradients in real "
-             "formats"),
-            (not weight.dim(), f"{name} has no dimension to shard, as a tensor of one number has: torch.ones(1)"),
-            (not weight.numel(), f"{name} is empty, and fully_shard gathers no empty weights"),
-            (not weight.is_contiguous(), f"{name} is not contiguous, as fully_shard wants it: "
+            (unit != other_unit, f"{other} and {name} are the same weight, which fully_shard needs in one layer"),
+            (weight.is_complex(), f"{name} is complex, but fully_shard supports only real dtypes"),
+            (not weight.dim(), f"{name} is a scalar, which fully_shard cannot shard: give it shape (1,)"),
+            (not weight.numel(), f"{name} is empty, which fully_shard does not support"),
+            (not weight.is_contiguous(), f"{name} is not contiguous, as fully_shard requires: "
              "nn.Parameter(weight.contiguous())"),
         ):  # fmt: skip
             if is_refused:
@@ -336,16 +337,15 @@ def _of_shards(model: Model) -> Iterator[Row]:
 
 def _undivided_positions(options: Options, dims: Dims, positions: Sequence[Role], whole: str = "the model") -> Row:
     pieces = 2 if options.context_method == "ring" else 1
-    return _undivided("context", dims.context, positions, pieces, "of which each rank has two pieces", whole)
+    return _undivided("context", dims.context, positions, pieces, "two pieces per rank", whole)
 
 
 def _undivided(
-    option: str, ranks: int, roles: Sequence[Role], others: int = 1, why: str = _OTHERS, whole: str = "the model"
+    option: str, ranks: int, roles: Sequence[Role], others: int = 1, why: str = "", whole: str = "the model"
 ) -> Row:
-    """Return whether ``ranks`` do not divide the units of roles, those without units aside.
+    """Return whether ``ranks`` times ``others`` do not divide the units of any role of ``whole``.
 
-    ``others``: the product of other degrees that divide the same units, or the number of pieces per rank; ``why``: what
-    these are, in words that follow a comma; ``whole``: what the units belong to.
+    ``others``: another degree that splits the same units, or the pieces per rank; ``why``: which, to follow a comma.
     """
     shared = [role for role in roles if role.units]
     wrong = next((role for role in shared if role.units % (ranks * others)), None)
@@ -358,11 +358,11 @@ def _undivided(
 
 
 def of_gloo(options: Options, dims: Dims, model: Model, *, gathers: bool) -> list[Row]:
-    """Return what gloo has only for tensors in host memory; ``gathers``: whether the optimizer gathers sharded updates.
+    """Return what gloo supports only for host tensors; ``gathers``: whether the optimizer gathers sharded updates.
 
-    Most collectives of GPU tensors, all-to-all included, pass through host memory. But to send and to receive, and in
-    functional all-gathers such as those of a DTensor's ``redistribute``, gloo takes a GPU's addresses for the host's:
-    the rank fails, or dies of SIGSEGV.
+    Most collectives of GPU tensors, all-to-all included, are staged through host memory. But in send, receive and
+    functional all-gathers, such as a DTensor's ``redistribute``, gloo takes a GPU's addresses for the host's: the rank
+    fails, or dies of SIGSEGV.
     """
     divides, shards = dims.tensor > 1, options.gathers_weights(dims)
     kinds = {role.kind for role in roles_of(model).values()}
@@ -370,18 +370,18 @@ def of_gloo(options: Options, dims: Dims, model: Model, *, gathers: bool) -> lis
         "ring attention": dims.context > 1 and options.context_method == "ring",
         "sequence parallelism": divides and options.sequence,
         "a mixture of experts under tensor parallelism": divides and "split_sequence" in kinds,
-        "tensor parallelism for logits": divides and tensor.gathers_logits(model),
-        "the optimizer for updates of sharded matrices": gathers and (divides or shards),
+        "tensor-parallel logits": divides and tensor.gathers_logits(model),
+        "the optimizer's updates of sharded matrices": gathers and (divides or shards),
     }
-    remedy, lack = "try nccl, or device=cpu", "has no functional all-gather of GPU tensors, needed by"
+    remedy, rule = "try nccl, or device=cpu", "has no functional all-gather of GPU tensors, needed by"
     return [
-        (dims.pipeline > 1, "backend", "cannot send GPU tensors, as the stages of a pipeline do", remedy),
-        *((is_user, "backend", f"{lack} {user}", remedy) for user, is_user in users.items()),
+        (dims.pipeline > 1, "backend", "cannot send GPU tensors, as pipeline stages do", remedy),
+        *((is_user, "backend", f"{rule} {user}", remedy) for user, is_user in users.items()),
     ]
 
 
 def _unsharded(optimizer: object) -> str | None:
-    """Return the name of an optimizer whose step uses operations that torch lacks for DTensors."""
+    """Return the name of an optimizer whose step uses operations that torch does not have for DTensors."""
     if isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):
         return type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad) and any(
@@ -394,7 +394,7 @@ def _unsharded(optimizer: object) -> str | None:
 def problems(
     options: Options, rows: Iterable[Row], value: object = None, plan: BatchPlan | None = None
 ) -> Iterator[Problem]:
-    """Yield the rows that apply as problems, with the numbers of ``plan``; ``value``: of an option outside."""
+    """Yield the rows that apply as problems, with the numbers of ``plan``; ``value``: of an option elsewhere."""
     shown = "selective" if isinstance(value, Selective) else _unsharded(value) or value
     numbers = plan.as_dict() if plan else {}
     for is_ruled_out, option, rule, remedy in rows:

@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group share the positions of each sequence.
+"""Context parallelism: the ranks of a group split the positions of each sequence.
 
 Everything but attention works on a rank's own positions. For attention, ranks exchange positions for heads, as in
 DeepSpeed-Ulysses (Jacobs et al. 2023): each rank then has some heads of all positions. Or they gather the keys and
@@ -37,8 +37,8 @@ class Positions:
 
     ranks: int  #: Number of ranks that share a sequence.
     rank: int  #: This rank among them.
-    #: Whether each rank has two pieces, one from each end: ``[0, 7]``, ``[1, 6]``, ..., which balances the pairs of
-    #: positions under a causal mask. Otherwise each has one piece.
+    #: Whether each rank has two pieces, one from each end: ``[0, 7]``, ``[1, 6]``, ..., which balances the work under a
+    #: causal mask; else one.
     paired: bool
 
     @property
@@ -77,7 +77,7 @@ def _is_paired(method: Method) -> bool:
 
 
 def positions_of(mesh: DeviceMesh, method: Method) -> Positions:
-    """Return this rank's positions of a sequence that the ranks of ``mesh`` share."""
+    """Return this rank's positions of a sequence that the ranks of ``mesh`` split."""
     return Positions(mesh.size(), mesh.get_local_rank(), _is_paired(method))
 
 
@@ -101,25 +101,25 @@ def _number(positions: Positions, _module: nn.Module, arguments: tuple[Any, ...]
 
 def _of_heads(mesh: DeviceMesh, mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(*of_positions: Tensor) -> Tensor:
-        return _redivide([mix(*_redivide(of_positions, mesh, LENGTH, HEADS))], mesh, HEADS, LENGTH)[0]
+        return _reshard([mix(*_reshard(of_positions, mesh, LENGTH, HEADS))], mesh, HEADS, LENGTH)[0]
 
     return forward
 
 
-def _redivide(tensors: Sequence[Tensor], mesh: DeviceMesh, whole: int, divided: int) -> list[Tensor]:
-    """Gather tensors along dimension ``whole`` and shard them along ``divided``, by one all-to-all each.
+def _reshard(tensors: Sequence[Tensor], mesh: DeviceMesh, whole: int, sharded: int) -> list[Tensor]:
+    """Gather tensors along dimension ``whole`` and shard them along ``sharded``, by one all-to-all each.
 
-    All messages are sent before the first is awaited. torch's functional collectives are used, which have gradients
-    and can be compiled; on a CPU, a DTensor's ``redistribute`` would gather everything.
+    All messages are sent before the first is awaited. torch's functional collectives have gradients and can be
+    compiled; on a CPU, a DTensor's ``redistribute`` would gather everything.
     """
-    stacked = [torch.stack(tensor.tensor_split(mesh.size(), divided)).contiguous() for tensor in tensors]
+    stacked = [torch.stack(tensor.tensor_split(mesh.size(), sharded)).contiguous() for tensor in tensors]
     arriving = [all_to_all_single_autograd(parts.flatten(0, 1), None, None, mesh.get_group()) for parts in stacked]
     arrived = [flat.view_as(parts) for flat, parts in zip(arriving, stacked, strict=True)]
     return [torch.cat(parts.unbind(), whole) for parts in arrived]
 
 
 class Sliced(Engine):
-    """An engine that runs an ``inner`` engine on this rank's share of the positions, among the ranks of ``mesh``."""
+    """An engine that runs an ``inner`` engine on this rank's share of the positions, split over ``mesh``."""
 
     def __init__(self, inner: Engine, mesh: DeviceMesh, method: Method) -> None:
         self.module = inner.module
@@ -137,7 +137,7 @@ class Sliced(Engine):
         return self._mean(loss) if self._inner.owns_loss else loss
 
     def gradient_norm(self) -> Tensor:
-        """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`; the ranks have the same gradients."""
+        """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`; these ranks have the same gradients."""
         return self._inner.gradient_norm()
 
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:

@@ -23,12 +23,12 @@ from ptdbench.problems import ConfigError, Problem, require, said
 #: Communication hooks that average a bucket in a narrower dtype than its own.
 _NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
-#: Each replica keeps its own batch norm statistics: evaluations synchronize them, and checkpoints store those of one
-#: replica. By default torch broadcasts the first replica's before each forward pass; the option was renamed in 2.14.
+#: Each replica keeps its own batch norm statistics: evaluations synchronize them, and checkpoints store one replica's.
+#: By default torch broadcasts the first replica's before each forward pass; the option was renamed in 2.14.
 _IS_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _IS_RENAMED else "broadcast_buffers": False}
 
-#: What torch says if a pass has used other weights than the first one, or than all.
+#: Parts of torch's messages about a pass that used other weights than the first pass, or not all.
 _CHANGED = ("training graph has changed", "finished reduction in the prior iteration")
 
 
@@ -37,9 +37,9 @@ def replicate(
 ) -> LaidOutModule:
     """Wrap a module whose weights are materialized: DDP compares their shapes across replicas and builds buckets.
 
-    The first forward pass after one backward pass (two under ``static_graph``) rebuilds the buckets once, in the
-    order of the gradients; none does if DDP looks for unused weights in each pass. The position of an element in its
-    bucket determines the order in which three or more ranks add it up, and so the rounding of the sum.
+    The first forward pass after one backward pass (two under ``static_graph``) rebuilds the buckets in the order of
+    the gradients, unless DDP looks for unused weights in each pass. An element's position in its bucket determines the
+    order in which three or more ranks sum it, and so the rounding.
     """
     # Averaging after the backward pass does not tell DDP which weights a pass has used.
     finds_unused = options.static_graph == "find_unused" and not options.pipeline_schedule.splits_backward
@@ -83,33 +83,32 @@ def _average(replica: DistributedDataParallel) -> None:
 
 @contextmanager
 def _explaining(static_graph: bool | str) -> Iterator[None]:
-    """Refuse a model that does not use the same weights in each pass, in words other than torch's."""
+    """Replace torch's error about a model that does not use the same weights in each pass by a problem of an option."""
     try:
         yield
     except RuntimeError as error:
         if not any(text in said(error) for text in _CHANGED):
             raise
-        rule = "weights get gradients only in some steps or on some ranks, for which DDP then has to look in each pass"
+        rule = "some weights get gradients only in some steps or on some ranks, so DDP must look for them in each pass"
         remedy = "try find_unused, or parallel=fsdp if all ranks use the same ones"
         raise ConfigError([Problem("parallel.static_graph", static_graph, rule, remedy)]) from error
 
 
 def _require_all(modules: Sequence[nn.Module], static_graph: bool | str) -> None:
-    """Refuse weights without a gradient: DDP would wait for them, and then suggest an option of its own."""
+    """Refuse weights without a gradient: DDP would wait for them, and then suggest an option that is not ours."""
     weights = [pair for module in modules for pair in module.named_parameters()]
     names = [name for name, weight in weights if weight.requires_grad and weight.grad is None]
     if names:
-        rule = f"without a static graph DDP waits for a gradient of each weight, and none came for {', '.join(names)}"
-        remedy = "freeze what is never used, requires_grad_(False), or try find_unused, which looks for it in each pass"
+        rule = f"without a static graph DDP needs a gradient of every weight, and there is none of {', '.join(names)}"
+        remedy = "freeze unused weights, requires_grad_(False), or try find_unused, which looks for them in each pass"
         require(Problem("parallel.static_graph", static_graph, rule, remedy))
 
 
 def bucket_size(module: nn.Module) -> float:
     """Return the bucket size in MiB: a twentieth of the gradients, at least 25 and at most 100.
 
-    No compute is left to hide the reduction of the last bucket, so a bucket should be a small fraction of the total.
-    It should also be large enough for the full bandwidth of a link: 25 is DDP's default, and torchtitan uses 100 for
-    large models.
+    The reduction of the last bucket is exposed, so a bucket should be a small fraction of the total, yet large enough
+    for the full bandwidth of a link: 25 is DDP's default, and torchtitan uses 100 for large models.
     """
     size = sum(weight.numel() * weight.element_size() for weight in module.parameters() if weight.requires_grad)
     return float(min(max(size / 2**20 / 20, 25), 100))

@@ -26,7 +26,7 @@ class Degree:
     text: str  #: What it counts, for readers of a record.
     letter: str  #: Its abbreviation in the label of a run, as in ``s2 t4``.
     dimension: str  #: Its dimension of the mesh, as PyTorch calls it.
-    #: What its ranks divide among them: the ``samples`` of the global batch, the ``positions`` of a sample, the
+    #: What its ranks split: the ``samples`` of the global batch, the ``positions`` of a sample, the
     #: ``layers`` of the model, or their ``products``; ``weights``: FSDP shards weights over them.
     divides: tuple[str, ...] = ()
     #: Its place in the mesh, from the dimension whose neighbors may be farthest apart to the one with the most
@@ -50,14 +50,14 @@ class Degrees(Generic[T]):
     """The table of degrees, and a value for each of them."""
 
     replicate: T = degree(
-        "Copies of the model.", "r", "dp_replicate", divides=("samples",), place=0, derived=3,
+        "Replicas of the model.", "r", "dp_replicate", divides=("samples",), place=0, derived=3,
         preset="parallel=ddp,pdp",
         options=(
             "bucket_mb", "gradient_as_bucket_view", "static_graph", "optimizer", "powersgd_rank", "powersgd_start"
         ),
     )  # fmt: skip
     shard: T = degree(
-        "Ranks that share the weights of one copy, and its share of the batch.", "s", "dp_shard",
+        "Ranks that shard the weights of one replica, and split its share of the batch.", "s", "dp_shard",
         divides=("samples", "weights"), place=2, derived=2, preset="parallel=fsdp,hsdp",
         options=(
             "reshard_after_forward", "reshard_between_microbatches", "reduce_scatter_each_microbatch", "prefetch",
@@ -65,16 +65,16 @@ class Degrees(Generic[T]):
         ),
     )  # fmt: skip
     context: T = degree(
-        "Ranks that share a sequence.", "c", "cp", divides=("positions", "weights"), place=3,
+        "Ranks that split each sequence.", "c", "cp", divides=("positions", "weights"), place=3,
         preset="parallel.context=2", options=("context_method",),
     )  # fmt: skip
     tensor: T = degree(
-        "Ranks that share each matrix product.", "t", "tp", divides=("products",), place=4, derived=1,
+        "Ranks that split each matrix product.", "t", "tp", divides=("products",), place=4, derived=1,
         preset="parallel=tp,3d", options=("sequence", "async_tensor"),
     )  # fmt: skip
     # Stages are inside replicas, so that activations stay within a node.
     pipeline: T = degree(
-        "Ranks that share the layers of a copy.", "p", "pp", divides=("layers",), place=1, derived=0,
+        "Ranks that share the layers of a replica.", "p", "pp", divides=("layers",), place=1, derived=0,
         preset="parallel=pdp", options=("schedule", "stages_per_rank", "microbatches"),
     )  # fmt: skip
     expert: T = degree(
@@ -89,7 +89,7 @@ class Degrees(Generic[T]):
 
     @classmethod
     def order(cls, *divides: str) -> tuple[str, ...]:
-        """Return the dimensions of the mesh, outermost first; with arguments, only those that divide any of these."""
+        """Return the dimensions of the mesh, outermost first; with arguments, only those that split any of these."""
         places = {
             name: row.place
             for name, row in cls.rows().items()
@@ -132,14 +132,14 @@ class Dims(Degrees[int]):
 
     @property
     def copies(self) -> int:
-        """Copies of the model, sharded or not."""
+        """Number of replicas of the model, sharded or not."""
         return math.prod(getattr(self, name) for name in self.copied())
 
     def of_mesh(self, *wanted: str) -> tuple[str, ...]:
         """Return the dimensions of the mesh of ranks; or of those ``wanted``, the ones to flatten into one dimension.
 
-        To flatten one of size 1 makes another communicator of the same ranks, and is left out. Only messages about
-        positions get their own, as they must not wait for those about weights.
+        A dimension of size 1 is omitted, as flattening it makes another communicator of the same ranks. Only positions
+        get their own, as their messages must not wait for the weights'.
         """
         # One of the two dimensions of the batch always exists, even with a single rank. FSDP keeps replicas of
         # DTensors equal, and needs a shard dimension, even of size one.
@@ -153,10 +153,10 @@ class Dims(Degrees[int]):
 
     @property
     def communicators(self) -> int:
-        """NCCL communicators of a rank: of all ranks, of each group of a mesh with fewer of them, two between stages.
+        """Number of NCCL communicators of a rank: one of all ranks, one per smaller group, and two between stages.
 
-        The mesh groups ranks by each degree above 1, and by those that it flattens into one dimension. A degree that
-        regroups others has two more groups: the ranks that share, and those with the same share.
+        The mesh groups ranks by each degree above 1, and by the dimensions that it flattens into one. A degree that
+        regroups others has two more groups: the ranks that share, and the ranks with the same share.
         """
         folds = {name: row.regroups for name, row in self.rows().items() if row.regroups and getattr(self, name) > 1}
         flattened = [self.order("samples"), self.order("samples", "positions"), self.order("weights"), self.copied()]
@@ -185,19 +185,19 @@ def derive(
 ) -> D:
     """Derive the degrees of a run.
 
-    Degrees that are ``auto`` are derived in the order pipeline, tensor, shard, replicate: each but the last is the
-    smallest divisor above 1 of the remaining factor, and the last takes all of it. A degree that regroups others is the
-    greatest common divisor of their product and its units.
+    ``auto`` degrees are derived in the order pipeline, tensor, shard, replicate: each is the smallest divisor above 1
+    of the remaining factor, and the last takes the rest. A degree that regroups others is the greatest common divisor
+    of their product and its units.
 
     Args:
         world_size: Total number of ranks.
         wanted: Each degree, or ``auto``.
         kind: The table.
-        units: For each degree that regroups others, the number of units that its ranks divide, such as experts.
+        units: For each degree that regroups others, the number of units that its ranks share, such as experts.
 
     Raises:
-        ConfigError: The degrees do not multiply to the world size; it states the equation and values that fit. Or a
-            degree that regroups others does not divide their product.
+        ConfigError: The degrees do not multiply to the world size, or a degree that regroups others does not divide
+            their product; it states the equation and values that fit.
     """
     rows = kind.rows()
     factors = {name: wanted[name] for name in rows if not rows[name].regroups}
@@ -231,7 +231,7 @@ def _unfit(name: str, size: int, row: Degree, fold: list[int]) -> Problem | None
     if size in fits:
         return None
     factors = " x ".join(f"{other}({of_other})" for other, of_other in zip(row.regroups, fold, strict=True))
-    return Problem(name, size, f"must divide {factors} = {fits[-1]}, whose ranks it divides", try_these(fits))
+    return Problem(name, size, f"must divide {factors} = {fits[-1]}, the ranks that it regroups", try_these(fits))
 
 
 def _unequal(world_size: int, wanted: Mapping[str, Size]) -> Problem:
@@ -239,14 +239,14 @@ def _unequal(world_size: int, wanted: Mapping[str, Size]) -> Problem:
     product = math.prod(degree for degree in wanted.values() if degree != "auto")
     factors = " x ".join(f"{name}({degree})" for name, degree in wanted.items() if degree != 1)
     relation = factors if "auto" in wanted.values() else f"{factors} = {product}"
-    rule = f"{relation} must be the number of ranks, {world_size}"
+    rule = f"{relation} must equal the number of ranks, {world_size}"
     given = [name for name, degree in wanted.items() if degree not in (1, "auto")]
     if not given:
-        rule = f"all degrees of parallelism are 1, and there are {world_size} ranks"
+        rule = f"all degrees of parallelism are 1, but there are {world_size} ranks"
         return Problem("replicate", 1, rule, try_these([world_size, "auto", "or cluster.ranks_per_node=1"]))
     fits = {name: _fitting(world_size, wanted, name) for name in given}
     name = next((name for name in reversed(given) if fits[name]), given[-1])
-    remedy = try_these(fits[name]) or try_these([f"a number of ranks of {product}", "or auto for one of the degrees"])
+    remedy = try_these(fits[name]) or try_these([f"{product} ranks", "or auto for one of the degrees"])
     return Problem(name, wanted[name], rule, remedy)
 
 

@@ -34,19 +34,18 @@ class LaidOutModule:
 
     module: nn.Module  #: The bare module, whose parameters have their names in the whole model.
     runner: nn.Module  #: The callable that runs it: the module itself, or DDP around it.
-    #: Context in which a forward and backward pass leaves gradients uncommunicated.
+    #: Context of a forward and backward pass that does not communicate gradients.
     deferred: Callable[[], AbstractContextManager[object]] = nullcontext
-    #: Context of all passes of a step, which explains errors of what communicates gradients.
+    #: Context of all passes of a step, which explains errors in communicating gradients.
     explaining: Callable[[], AbstractContextManager[object]] = nullcontext
-    #: Averages the replicas' gradients after backward passes that ran the module instead of the runner.
+    #: Averages the replicas' gradients after backward passes of the module instead of the runner.
     average: Callable[[], None] = lambda: None
     settles_after: int = 0  #: Backward passes until all further ones run the same operations in the same order.
-    release: Callable[[], None] = lambda: None  #: Frees what a forward pass without a backward pass has gathered.
-    #: Called before a step with the factor by which each micro-batch's loss is multiplied before its backward pass.
-    begin: Callable[[Tensor], None] = lambda _: None
+    release: Callable[[], None] = lambda: None  #: Frees weights gathered by a forward pass without a backward pass.
+    begin: Callable[[Tensor], None] = lambda _: None  #: Begins a step, given the factor of each micro-batch's loss.
     settle: Callable[[], None] = lambda: None  #: Completes the gradients after the last backward pass of a step.
     routing: Routing | None = None  #: For a model with experts: the counts of tokens routed to them.
-    division: Zero1 | None = None  #: How the optimizer's state is divided among the replicas, if it is.
+    division: Zero1 | None = None  #: How the optimizer state is sharded over the replicas, if it is.
     #: Averages low-rank approximations of the gradients; ``None``: gradients are averaged exactly.
     compressor: PowerSGD | None = None
     copies: Copies | None = None  #: Narrow copies of the weights to compute with, if the compute dtype is narrow.
@@ -62,12 +61,11 @@ class Engine(ABC):
     rehearsals: int
     modes: Modes  #: Switches between the modes of training, which it begins in, and of evaluation.
     written: Sequence[str] = ()  #: Names of weights that a forward pass changes in place, for :meth:`rehearse`.
-    #: The kind of links between stages, see :func:`ptdbench.parallel.pipeline_engine.open_links`.
-    links: str | None = None
+    links: str | None = None  #: The kind of links between stages, see ``pipeline_engine.open_links``.
 
     @abstractmethod
     def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
-        """Run forward and backward on this replica's share of a batch; leaves averaged gradients in ``.grad``.
+        """Run forward and backward on this replica's share of a batch, leaving averaged gradients in ``.grad``.
 
         Args:
             inputs: The replica's samples, ``(replica_batch, ...)``, on this rank's device.
@@ -80,10 +78,7 @@ class Engine(ABC):
 
     @abstractmethod
     def gradient_norm(self) -> Tensor:
-        """Return the Euclidean norm of the gradients of all weights of the model, a scalar equal on every rank.
-
-        Call it in all ranks, after :meth:`gradients`.
-        """
+        """Return the Euclidean norm of all gradients, a scalar equal on all ranks; called in all, after a backward."""
 
     @abstractmethod
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
@@ -106,13 +101,13 @@ class Engine(ABC):
         return optimizer
 
     def share_weights(self) -> None:
-        """Send each weight from the replica that updates it to all others; called in all ranks."""
+        """Broadcast each weight from the replica that updates it; called in all ranks."""
         for part in self.parts:
             if part.division:
                 part.division.share()
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return, by name, the communication state that carries over between steps and exists on this rank only."""
+        """Return, by name, this rank's own communication state that carries over between steps."""
         return {
             f"powersgd.{number}.{name}": tensor
             for number, part in enumerate(self.parts)
@@ -205,7 +200,7 @@ class Accumulating(Engine):
 def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the Euclidean norm of these parameters' gradients, whole or sharded; a scalar, the same on all ranks.
 
-    Gradients with the same mesh and placements share one all-reduce, where torch would run one for each.
+    Gradients with the same mesh and placements share one all-reduce; torch would run one for each.
     """
     alike: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
@@ -226,8 +221,8 @@ def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
 def _square_of(gradients: Sequence[Tensor]) -> Tensor:
     """Return the squared norm of tensors, in fp32.
 
-    On a CPU torch accumulates a tensor in only a few fp32 sums: for 40 million elements the norm is 0.3 % too small,
-    for shards of them less. So on a CPU each row is reduced first.
+    On a CPU torch accumulates a tensor in only a few fp32 sums: the norm of 40 million elements is 0.3 % too small, of
+    their shards less. So on a CPU each row is reduced first.
     """
     if gradients[0].is_cuda:
         return get_total_norm(gradients).square()

@@ -2,7 +2,7 @@
 
 Groups consist of neighbors in shard, context and tensor, whose ranks are regrouped as in torchtitan. Each rank holds
 some whole experts and receives all their tokens (Lepikhin et al. 2020, arXiv 2006.16668): none is dropped, as ranks
-exchange the counts first. The other groups hold copies of each expert, over which FSDP shards it.
+exchange the counts first. The other groups hold replicas of each expert, over which FSDP shards it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ stacks.waits_in(__file__)  # for the token counts of other ranks
 
 
 def units(model: Model) -> int:
-    """Return the number that the degree must divide: the experts of each layer; 0 if the model has none."""
+    """Return the number of experts per layer, which the degree must divide; 0 if the model has none."""
     return math.gcd(*(role.units for role in roles_of(model).values() if role.kind == "experts"))
 
 
@@ -56,7 +56,7 @@ def modules(model: Model, inside: nn.Module | None = None) -> list[nn.Module]:
 
 
 def parts(model: Model, dims: Dims) -> dict[nn.Parameter, Tensor]:
-    """Return a rank's part of each weight of experts divided among ranks, on the meta device."""
+    """Return a rank's part of each weight of experts that ranks share, on the meta device."""
     if dims.expert == 1:
         return {}
     shards = {}
@@ -68,10 +68,9 @@ def parts(model: Model, dims: Dims) -> dict[nn.Parameter, Tensor]:
 
 
 def divide(layers: Sequence[nn.Module], mesh: DeviceMesh, *, virtual: bool = False) -> None:
-    """Give each rank of ``mesh`` its experts, and let it compute them on the tokens of all ranks.
+    """Give each rank of ``mesh`` its experts, on the meta device, to compute on the tokens of all ranks.
 
-    The experts' modules are on the meta device. ``virtual``: devices return no values, and the other ranks are assumed
-    to send what this one does.
+    ``virtual``: devices return no values, so the other ranks are assumed to send the same as this one.
     """
     for layer in layers:
         spread(layer, mesh, Shard(0), Shard(0))
@@ -81,7 +80,7 @@ def divide(layers: Sequence[nn.Module], mesh: DeviceMesh, *, virtual: bool = Fal
 
 
 def force(module: nn.Module) -> None:
-    """Make routers choose experts round-robin, for devices that compute no scores."""
+    """Let routers choose experts round-robin, for devices that compute no scores."""
     for part in module.modules():
         if isinstance(part, Router):
             part.on_host = True
@@ -140,15 +139,14 @@ class _Sent(torch.autograd.Function):
 
 
 def _labeled(name: str) -> AbstractContextManager[Any]:
-    """Return a context that labels a trace; it does nothing unless the profiler runs, so not in timed steps."""
+    """Return a context that labels a trace, only while the profiler runs and so not in timed steps."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
 class Routing:
     """Keeps the routers of a model or a stage equal on all ranks, counts their choices, and scales experts' gradients.
 
-    ``experts``: its modules of experts that are divided among ranks, also those to which another class than
-    :class:`~ptdbench.models.experts.Router` sends tokens.
+    ``experts``: its modules of experts that ranks share, whichever class sends them tokens.
     """
 
     def __init__(self, module: nn.Module, experts: Sequence[nn.Module], mesh: Mesh, layout: BatchPlan) -> None:
@@ -157,7 +155,7 @@ class Routing:
         self._experts = experts
         self._groups = [ranks.get_group() for ranks in (mesh.dp_cp, mesh["tp"]) if ranks and ranks.size() > 1]
         self._tensor = dims.tensor
-        # FSDP averages over the copies of an expert, each with the tokens of its group; but a loss is a mean over the
+        # FSDP averages over the replicas of an expert, each with the tokens of its group; but a loss is a mean over the
         # ranks of all groups, except that tensor-parallel ranks have shares of one loss.
         self._scale = dims.tensor / dims.expert
         self._totals = {name: torch.zeros(part.experts + 1).double() for name, part in self._routers.items()}
@@ -175,13 +173,13 @@ class Routing:
         self._totals, self._taken = totals, taken
 
     def begin(self, share: Tensor) -> None:
-        """Begin a step; ``share``: the factor of a micro-batch's loss before its backward pass."""
+        """Begin a step; ``share``: the factor of a micro-batch's loss."""
         for router in self._routers.values():
             router.share = share / self._tensor
 
     @torch.no_grad()
     def settle(self) -> None:
-        """After the last backward pass of a step, complete the gradients of experts and balance their load."""
+        """Complete the gradients of experts and balance their load, after the last backward pass of a step."""
         for weight in (weight for layer in self._experts for weight in layer.parameters()):
             if weight.grad is not None:
                 local_part(weight.grad).mul_(self._scale)
@@ -199,16 +197,13 @@ class Routing:
                 self._routers[name].balance(counts)
 
     def totals(self) -> dict[str, list[float]]:
-        """Return how often each expert was chosen in all steps, and how many choices were dropped, by router name.
-
-        Each value is ``[experts + 1]``. Called in all ranks.
-        """
+        """Return each expert's choices in all steps, then the dropped ones, by router name; called in all ranks."""
         return {name: self._sum_over_ranks(counts.clone()).tolist() for name, counts in self._totals.items()}
 
     def fullest(self) -> float | None:
         """Return the tokens of the fullest rank relative to the mean over ranks, averaged over layers and steps.
 
-        ``None`` if no ranks share experts, or no router counts its choices. Called in all ranks.
+        ``None`` without shared experts, or routers that count their choices. Called in all ranks.
         """
         if not (self._taken and self._routers):
             return None

@@ -15,20 +15,20 @@ from ptdbench.parallel import experts
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline_stages import cut
+from ptdbench.parallel.pipeline_stages import split_stages
 from ptdbench.parallel.precision import DTYPES, Name, copied_weights
-from ptdbench.parallel.tensor import cut_dimensions
+from ptdbench.parallel.tensor import split_dimensions
 from ptdbench.parallel.zero import assign_owners
 from ptdbench.problems import ConfigError, Problem, first_line
 
 
 @dataclass(frozen=True)
-class Footprint:
+class StateBytes:
     """Bytes of training state on one rank; activations, gathered weights and communication buffers come on top."""
 
     weights: int  #: The rank's parameters and buffers, and the narrow copies that it computes with.
     gradients: int  #: Gradients of its trained parameters.
-    optimizer: int  #: State of the optimizer after its first step, including a moving average of the weights.
+    optimizer: int  #: Optimizer state after the first step, and the moving average of the weights.
 
     @property
     def total(self) -> int:
@@ -45,15 +45,15 @@ def footprints(
     average: bool,
     precision: Name = "fp32",
     pinned: bool = False,
-) -> list[Footprint]:
-    """Return the footprint of a rank for each position in a pipeline: of the rank with the largest shards or state.
+) -> list[StateBytes]:
+    """Return the footprint at each position in a pipeline, on the rank there with the largest shards or state.
 
     Args:
         model: On the meta device or with its weights.
         make: Creates the optimizer.
         options: The options of the layout.
         dims: Its degrees.
-        average: Whether the optimizer keeps a moving average of the weights.
+        average: Whether a moving average of the weights is kept.
         precision: Dtype of the arithmetic.
         pinned: Whether weights and gradients are in pinned host memory, where torch gives each a power of two.
     """
@@ -73,18 +73,18 @@ def footprints(
             by_shape[key] = _state_bytes(named[parameter], local, make)
         return by_shape[key] + (local.nbytes if average else 0)
 
-    def of_rank(held: Sequence[nn.Module]) -> Footprint:
+    def of_rank(held: Sequence[nn.Module]) -> StateBytes:
         # A weight shared within a stage counts once; a weight shared between stages has a copy in each.
         trained = [[weight for weight in module.parameters() if weight.requires_grad] for module in held]
         state_of = [0] * owners
-        for weights in trained:  # ZeRO-1 divides each stage separately
+        for weights in trained:  # ZeRO-1 shards each stage separately
             owner_of = assign_owners([parts[weight].numel() for weight in weights], owners)
             for owner, weight in zip(owner_of, weights, strict=True):
                 state_of[owner] += state_bytes(weight)
         local = [parts[weight] for module in held for weight in module.parameters()]
         if copied:
             local += [parts[weight].to(copied) for module in held for weight in copied_weights(module)]
-        return Footprint(
+        return StateBytes(
             weights=_bytes(local, pinned) + sum(_bytes(module.buffers()) for module in held),
             gradients=gradient_copies * _bytes((parts[weight] for weights in trained for weight in weights), pinned),
             optimizer=max(state_of),
@@ -97,21 +97,18 @@ def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]
     """Return the stages of each rank of a pipeline as modules; ``ranks``: the rank of each stage."""
     if len(ranks) == 1:
         return [[module_of(model)]]
-    parts, where = model.parts() or {}, cut(model, ranks)
+    parts, split = model.parts() or {}, split_stages(model, ranks)
     stages = [
         nn.ModuleList(module for name in names for module in members(name, parts[name]).values())
-        for names in where.stages
+        for names in split.stages
     ]
-    return [[stages[number] for number in where.of(rank)] for rank in range(max(ranks) + 1)]
+    return [[stages[number] for number in split.of(rank)] for rank in range(max(ranks) + 1)]
 
 
 def local_parts(model: Model, options: Options, dims: Dims) -> dict[nn.Parameter, Tensor]:
-    """Return a rank's part of each weight of a model, on the meta device.
-
-    Tensor parallelism cuts one dimension. ``fully_shard`` cuts the first dimension, and pads the last shard.
-    """
+    """Return a rank's part of each weight of a model, on the meta device; ``fully_shard`` pads the last shard."""
     shards = dims.shards if options.shards(dims) else 1
-    dimensions = cut_dimensions(model) if dims.tensor > 1 else {}
+    dimensions = split_dimensions(model) if dims.tensor > 1 else {}
     parts = {}
     for weight in module_of(model).parameters():
         shape = list(weight.shape)
@@ -124,7 +121,7 @@ def local_parts(model: Model, options: Options, dims: Dims) -> dict[nn.Parameter
 
 
 def _state_bytes(name: str, like: Tensor, make: MakeOptimizer) -> int:
-    """Return the bytes of a weight's optimizer state; raises ConfigError if the optimizer needs values or a closure."""
+    """Return the bytes of a weight's optimizer state; raise ConfigError if the optimizer needs values or a closure."""
     with FakeTensorMode():  # not the meta device, which fused optimizers refuse
         weight = nn.Parameter(torch.empty(like.shape, dtype=like.dtype))
         weight.grad = torch.empty_like(weight)
@@ -133,8 +130,8 @@ def _state_bytes(name: str, like: Tensor, make: MakeOptimizer) -> int:
             optimizer.step()
         except Exception as error:  # a user's optimizer may raise anything
             reason = first_line(error)
-            rule = f"the memory of its state is unknown, as it takes no step on tensors without values: {reason}"
-            remedy = "memory_reserve=null starts the run without knowing"
+            rule = f"its memory cannot be predicted, as its step fails on tensors without values: {reason}"
+            remedy = "memory_reserve=null skips the memory check"
             raise ConfigError([Problem("optimizer", type(optimizer).__name__, rule, remedy)]) from None
         return _bytes(value for value in optimizer.state[weight].values() if isinstance(value, Tensor))
 

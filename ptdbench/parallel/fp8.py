@@ -14,8 +14,7 @@ from torch import Tensor, nn
 #: factor, which rounds more coarsely, but uses cuBLAS's faster kernels and lets FSDP gather weights in fp8.
 RECIPES: Mapping[str, str] = {"fp8": "rowwise", "fp8_tensorwise": "tensorwise"}
 
-#: The smallest side of a weight to convert. Casting costs as much as reading both factors, which only a large product
-#: repays.
+#: The smallest side of a weight to convert: only a large product repays the cast, which reads both factors.
 SMALLEST = 512
 #: fp8 kernels need both sides to be multiples of this.
 MULTIPLE = 16
@@ -27,7 +26,7 @@ def is_installed() -> bool:
 
 
 def suits(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer with sizes large enough and divisible enough for fp8."""
+    """Return whether a module is a linear layer whose sides are large and divisible enough for fp8."""
     if type(module) is not nn.Linear:  # a subclass may compute something else
         return False
     sides = (module.in_features, module.out_features)
@@ -35,10 +34,10 @@ def suits(module: nn.Module) -> bool:
 
 
 def converted(layers: Sequence[nn.Module], precision: str, *, sharded: bool) -> list[nn.Linear]:
-    """Return the modules of ``layers`` that compute in fp8 under this precision; none if it is not an fp8 precision.
+    """Return the modules of ``layers`` that compute in fp8 under this precision, if it is one of :data:`RECIPES`.
 
-    A module that is itself a layer is excluded, as it has no parent to replace it in. If FSDP gathers weights in fp8,
-    modules with shared weights are excluded too: conversion would untie them.
+    Layers themselves are excluded, as they have no parent to replace them in; so are modules with tied weights if FSDP
+    gathers weights in fp8, as conversion would untie them.
     """
     inside = dict.fromkeys(module for layer in layers for module in layer.modules()) if precision in RECIPES else {}
     holders = Counter[Tensor](weight for module in inside for weight in module.parameters(recurse=False))
@@ -52,7 +51,7 @@ def converted(layers: Sequence[nn.Module], precision: str, *, sharded: bool) -> 
 
 
 def is_gathered(precision: object, *, sharded: bool) -> bool:
-    """Return whether FSDP gathers weights in fp8, with one scale that ranks agree on before casting their shards."""
+    """Return whether FSDP gathers weights in fp8, with scales that ranks agree on before casting their shards."""
     return sharded and precision == "fp8_tensorwise"
 
 
@@ -65,9 +64,9 @@ def convert(
         layers: The repeated blocks. Embedding and head are not among them, and stay in bf16.
         precision: One of :data:`RECIPES`.
         sharded: Whether FSDP will shard them.
-        rows: A divisor of the number of vectors in a pass, over which the gradient of a weight is summed. Kernels need
-            a multiple of 16: otherwise each product is padded.
-        emulate: Compute the same from rounded fp32 factors, without fp8 hardware: for tests.
+        rows: A divisor of the number of vectors in a pass, over which weight gradients are summed. Kernels need a
+            multiple of 16: otherwise each product is padded.
+        emulate: Compute from rounded fp32 factors, without fp8 hardware: for tests.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # slow to import, and optional
 
@@ -81,7 +80,7 @@ def convert(
 
 
 def wrapped_as(like: Tensor, values: Tensor) -> Tensor:
-    """Return values wrapped for FSDP to gather in fp8, if ``like`` is."""
+    """Return values wrapped for FSDP to gather in fp8, if ``like`` is so wrapped."""
     if not hasattr(like, "fsdp_pre_all_gather"):  # FSDP's hook, by which it recognizes such tensors
         return values
     wrapped: Any = like
@@ -90,14 +89,14 @@ def wrapped_as(like: Tensor, values: Tensor) -> Tensor:
 
 
 def agree(module: nn.Module) -> None:
-    """Compute the scales of all weights of a module over the ranks, in one message; valid until weights change."""
+    """Compute the scales of a module's weights over the ranks, in one message; valid until weights change."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(module)
 
 
 def forget(module: nn.Module) -> None:
-    """Drop the scales that ranks have agreed on, as weights may have changed; the next gather computes its own."""
+    """Drop the scales of :func:`agree`, as weights may have changed; the next gather computes its own."""
     for weight in module.parameters():
         shard = getattr(weight, "_local_tensor", weight)  # where torchao keeps them; to_local() returns another object
         if hasattr(shard, "_precomputed_scale"):

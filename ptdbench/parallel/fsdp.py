@@ -1,4 +1,4 @@
-"""FSDP2: shards weights, gradients and optimizer state; gathers each layer just before it computes."""
+"""FSDP2: shards weights, gradients and optimizer state; gathers each layer just before it runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shard(
         options: The options of the layout.
         dims: The degrees.
         fill: Materializes a module, given the prefix of its names in ``module``.
-        experts: Modules of experts that are divided among ranks.
+        experts: Modules of experts that ranks share.
         precision: Dtype of the arithmetic.
         offload: Whether weights, gradients and optimizer state are kept in host memory.
     """
@@ -64,8 +64,8 @@ def shard(
     names = {part: name for name, part in module.named_modules()}
     tables, head = _around(module, layers, parts)
     frees = options.frees_after_forward(dims)
-    # The backward pass begins with the head and the last layer: if they were gathered again, no compute would hide it.
-    # Embedding tables are read in the forward pass only; they stay between passes that keep the other weights.
+    # The backward pass begins with the head and the last layer: gathering them again would be exposed. Embedding tables
+    # are read in the forward pass only; they stay between passes that keep the other weights.
     between = options.frees_between_microbatches(dims) and dims.pipeline == 1
     freed: dict[nn.Module, bool | int] = dict.fromkeys(tables, between)
     freed |= dict.fromkeys(layers[:-1], frees) | dict.fromkeys([*layers[-1:], *head], False)
@@ -109,7 +109,7 @@ def _cut(
 
 @contextmanager
 def _deferred(root: FSDPModule, options: Options, dims: Dims) -> Iterator[None]:
-    # If each micro-batch is reduce-scattered, only the all-reduce between copies is left for the end.
+    # If each micro-batch is reduce-scattered, only the all-reduce between replicas is left for the end.
     in_shards = options.reduce_scatter_each_microbatch
     set_synced = root.set_requires_all_reduce if in_shards else root.set_requires_gradient_sync
     set_synced(False)
@@ -124,10 +124,9 @@ def _deferred(root: FSDPModule, options: Options, dims: Dims) -> Iterator[None]:
 def _around(
     module: nn.Module, layers: Sequence[nn.Module], parts: Sequence[nn.Module]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Find the parts around the layers that can be gathered separately, as no other module shares their weights.
+    """Return the parts around the layers that can be gathered separately, as no other module shares their weights.
 
-    Returns:
-        The parts whose weights are all embedding tables, which a backward pass does not need; and the head, as a list.
+    First the parts of embedding tables only, which a backward pass does not need; then the head, as a list.
     """
     if not layers:
         return [], []
@@ -148,10 +147,9 @@ def _around(
 
 
 def _prefetch(groups: Sequence[FSDPModule], freed: Collection[FSDPModule], options: Options) -> None:
-    """Let each group of weights prefetch the next ones, in both passes; ``freed`` are gathered for the backward, too.
+    """Let each group of weights prefetch the next ones, in both passes; ``freed``: gathered again for the backward.
 
-    Groups are in the order of the forward pass; the first, the root, may hold weights that the backward pass needs
-    first.
+    Groups are in the order of the forward pass; the root may hold weights that the backward pass needs first.
     """
     for number, group in enumerate(groups):
         group.set_modules_to_forward_prefetch([*groups[number + 1 : number + 1 + options.prefetch]])
@@ -177,11 +175,7 @@ def _choose_messages(module: nn.Module, options: Options) -> None:
 
 
 def _reshard(module: nn.Module) -> None:
-    """Free all gathered weights.
-
-    With ``reshard_after_forward=False`` the backward pass normally does that. Without one, the next step or checkpoint
-    would use stale unsharded weights.
-    """
+    """Free all gathered weights, as a backward pass does, or the next step or checkpoint would use stale ones."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

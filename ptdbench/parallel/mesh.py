@@ -13,8 +13,8 @@ from ptdbench.parallel.dims import Dims
 class Mesh:
     """The mesh of ranks, seen from one of them.
 
-    ``mesh["tp"]`` is the group of ranks that share each matrix product, or ``None`` if none do; likewise for the
-    dimension of each degree: ``dp_replicate``, ``dp_shard``, ``cp``, ``pp`` and ``ep``.
+    ``mesh["tp"]`` is this rank's group in a dimension, or ``None`` if its degree is 1; likewise ``dp_replicate``,
+    ``dp_shard``, ``cp``, ``pp`` and ``ep``.
     """
 
     def __init__(self, dims: Dims, device_type: str) -> None:
@@ -28,16 +28,15 @@ class Mesh:
             return grid[present] if len(present) == 1 else grid[present]._flatten("_".join(present))
 
         self.dp = flat(*dims.order("samples"))  #: The ranks with the same part of the model and different samples.
-        #: The ranks over which gradients of unsharded weights are averaged: they differ in samples, or in the positions
-        #: of a sequence.
+        #: The ranks that differ in samples or positions: gradients of unsharded weights are averaged over them.
         self.dp_cp = flat(*dims.order("samples", "positions"))
         copies = [flat(*dims.copied())] if dims.copies > 1 else []
 
         def in_each_copy(shards: DeviceMesh) -> DeviceMesh:
-            """Prepend the dimension of copies, if there are several copies of the model."""
+            """Prepend the dimension of replicas, if there are several."""
             return DeviceMesh._concatenate([*copies, shards]) if copies else shards
 
-        #: The ranks over which weights are sharded, in each copy of the model.
+        #: The ranks over which weights are sharded, in each replica of the model.
         self.fsdp = in_each_copy(flat(*dims.order("weights"))) if {*dims.order("weights")} & {*degrees} else self.dp
         #: For each degree above 1 that regroups others, by its dimension: their ranks in two dimensions,
         #: ``<dimension>_copies``, those with the same share, and ``<dimension>``, those that share.
@@ -48,7 +47,7 @@ class Mesh:
                 shape = dims.regroup_copies(name), size
                 self.regrouped[row.dimension] = ranks._unflatten(0, shape, (f"{row.dimension}_copies", row.dimension))
         fold = self.regrouped.get("ep")
-        #: Like ``fsdp``, for experts that are divided among ranks.
+        #: Like ``fsdp``, for experts that ranks share.
         self.ep_fsdp = in_each_copy(fold["ep_copies"]) if fold else self.fsdp
         self._views = {name: grid[name] for name in names} | {name: fold[name] for name, fold in self.regrouped.items()}
         self._dimensions = {*dimension.values()}
@@ -63,10 +62,7 @@ class Mesh:
 
 
 def _forget_plans() -> None:
-    """Clear DTensor's cached plans: torch keys them by the shape of a mesh, and they hold its process groups.
-
-    When ranks run one run of a sweep after another, the groups of the previous run no longer exist.
-    """
+    """Clear DTensor's plans, cached by mesh shape: their process groups no longer exist in the next run of a sweep."""
     # As torch.distributed.tensor.debug does, which takes half a second to import.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
     torch._C._clear_DTensor_sharding_propagator_cache()

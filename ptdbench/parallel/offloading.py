@@ -1,8 +1,8 @@
 """Activation offloading: saved tensors are copied to the host during the forward pass, and back during the backward.
 
-A GPU copies in two separate streams, one per direction. While it computes a layer, in either pass, the device holds the
-saved tensors of that layer and of the layer before it: one set is in use, the other in flight. All copies but the first
-of a backward pass therefore overlap with compute, if computing a layer takes at least as long.
+A GPU copies in two streams, one per direction. While it computes a layer, in either pass, the device holds the saved
+tensors of that layer, in use, and of the layer before it, in flight. All copies but the first of a backward pass
+therefore overlap with compute, if computing a layer takes at least as long.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Offloading:
         self._on_device: list[_Run] = []
 
     def of_layer(self, layer: nn.Module, is_first: bool, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``forward`` of a layer to offload its saved tensors; ``is_first``: no layer comes before it."""
+        """Wrap ``forward`` of a layer, the first one or not, to offload its saved tensors."""
 
         @wraps(forward)
         def run(*arguments: Any, **named: Any) -> Any:
@@ -41,7 +41,7 @@ class Offloading:
         return run
 
     def begin(self, run: _Run) -> None:
-        """Begin or continue a pass of a run; saved tensors that it does not need leave the device."""
+        """Begin or continue a pass of a run; other saved tensors leave the device."""
         stay = [active for active in (run, run.before) if active is not None]
         for other in self._on_device:
             if other not in stay:
@@ -73,7 +73,7 @@ class _Run:
         return self._offload(tensor.detach())
 
     def _is_of_weight(self, tensor: Tensor) -> bool:
-        """Whether a tensor shares memory with a parameter, or a gathered one, which FSDP frees before a copy ends."""
+        """Whether a tensor shares memory with a parameter; FSDP frees a gathered one before a copy ends."""
         storages = {plain.untyped_storage()._cdata for plain in plain_tensors(tensor)}
         parts = (plain for weight in self._layer.parameters() for plain in plain_tensors(weight))
         return any(plain.untyped_storage()._cdata in storages for plain in parts)
@@ -88,10 +88,10 @@ class _Run:
             copy.prefetch()
 
     def _offload(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return a function that fetches a tensor with its original strides, as a compiled graph relies on them.
+        """Return a function that fetches a tensor with its original strides, which compiled graphs rely on.
 
-        Tensors that fill their storage share one copy of it: attention and the product after it, for example, save the
-        same numbers in two shapes.
+        Tensors that fill their storage share one copy: attention and the next product, say, save the same numbers in
+        two shapes.
         """
         size, strides, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
         part = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]  # without repetitions
@@ -119,7 +119,7 @@ class _Copy:
         self.uses = 0  #: How often it will be taken.
         self._source: Tensor | None = source
         self._strides, self._device = source.stride(), source.device
-        # Contiguous: into or out of any other order torch copies through pageable memory, for which the host waits.
+        # Contiguous: torch copies other layouts through pageable memory, and the host waits.
         self._kept = torch.empty(source.size(), dtype=source.dtype, pin_memory=source.device.type == "cuda")
         self._copied = _copy(source, self._kept, source.device, _streams(source.device)[0])
         self._fetched: tuple[Tensor, Any] | None = None
@@ -157,7 +157,7 @@ class _Copy:
 
 
 def _copy(source: Tensor, into: Tensor, device: torch.device, stream: Any) -> Any:
-    """Copy in ``stream``, after the work queued on the current stream; returns an event that marks its end."""
+    """Copy in ``stream``, after the work queued on the current stream; return an event that marks the end."""
     stream.wait_stream(_now(device))
     with torch.get_device_module(device).stream(stream):
         into.copy_(source, non_blocking=True)
@@ -167,7 +167,7 @@ def _copy(source: Tensor, into: Tensor, device: torch.device, stream: Any) -> An
 
 
 def _now(device: torch.device) -> Any:
-    """Return the stream in which a device computes; a CPU's does nothing, as copies there are synchronous."""
+    """Return the stream in which a device computes; a CPU's does nothing, as its copies are synchronous."""
     return torch.get_device_module(device).current_stream()
 
 
@@ -177,5 +177,5 @@ def _streams(device: torch.device) -> tuple[Any, Any]:
 
 
 def _is_copy(tensor: Tensor) -> bool:
-    """Whether a tensor is a copy of a weight that :class:`ptdbench.parallel.precision.Copies` has given to a module."""
+    """Whether a tensor is a weight's narrow copy, as made by :class:`ptdbench.parallel.precision.Copies`."""
     return tensor.grad_fn is not None and tensor.grad_fn.name() == "_CastWeightsBackward"

@@ -42,10 +42,7 @@ class Options(Degrees[Size]):
     sync_batchnorm: bool = False
 
     def applies(self, degree: str, dims: Dims) -> bool:
-        """Return whether the transform of a degree is applied.
-
-        A requested transform is applied even on one rank, so that its overhead can be measured.
-        """
+        """Return whether the transform of a degree is applied; if requested, also on one rank, to measure its cost."""
         return getattr(dims, degree) > 1 or (dims.world_size == 1 and auto_degrees(self.degrees())[:1] == [degree])
 
     def shards(self, dims: Dims) -> bool:
@@ -53,7 +50,7 @@ class Options(Degrees[Size]):
         return self.applies("shard", dims) or dims.expert > 1 or (dims.tensor > 1 and dims.context * dims.copies > 1)
 
     def gathers_weights(self, dims: Dims) -> bool:
-        """Whether FSDP shards the weights over several ranks, from which it gathers them."""
+        """Whether FSDP shards the weights over several ranks, and gathers them."""
         return self.shards(dims) and dims.shards > 1
 
     def replicates(self, dims: Dims) -> bool:
@@ -74,15 +71,12 @@ class Options(Degrees[Size]):
         return self.reshard_after_forward if self.gathers_weights(dims) else False
 
     def frees_between_microbatches(self, dims: Dims) -> bool:
-        """Resolve ``reshard_between_microbatches``.
-
-        Without resharding after the forward pass, the whole model is in memory anyway.
-        """
+        """Resolve ``reshard_between_microbatches``; ``auto`` follows ``reshard_after_forward``."""
         between = self.reshard_between_microbatches
         return bool(self.frees_after_forward(dims)) if between == "auto" else between
 
     def accumulates_whole(self, plan: BatchPlan) -> bool:
-        """Whether the gradients of sharded weights are whole between the micro-batches of a step."""
+        """Whether gradients of sharded weights accumulate unsharded over the micro-batches of a step."""
         is_sharded = self.gathers_weights(plan.dims) and not self.applies("pipeline", plan.dims)
         return is_sharded and plan.accumulation > 1 and not self.reduce_scatter_each_microbatch
 
@@ -105,7 +99,7 @@ class Options(Degrees[Size]):
         return self.pipeline_schedule.per_rank(self.stages_per_rank)
 
     def stage_ranks(self, dims: Dims) -> list[int]:
-        """Return the rank in the pipeline of each stage; without a pipeline, of a single stage."""
+        """Return the rank in the pipeline of each stage; without a pipeline there is one."""
         return (
             self.pipeline_schedule.ranks(dims.pipeline, self.stages_on_rank) if self.applies("pipeline", dims) else [0]
         )

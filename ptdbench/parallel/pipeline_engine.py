@@ -20,14 +20,14 @@ from ptdbench.models.state import ModuleState
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.engine import Engine, Scale, norm_of
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline_stages import Cut, Stage, add_up_shared, cut, find_shared, untie
+from ptdbench.parallel.pipeline_stages import Stage, StageSplit, add_up_shared, find_shared, split_stages, untie
 from ptdbench.parallel.precision import DTYPES
 
 
 class _InferringStage(PipelineStage):
-    """A stage that always infers shapes in its first pass, and leaves no trace of that in its module.
+    """A stage that always infers shapes in its first pass, and leaves its module unchanged.
 
-    torch infers them by running the stage; since 2.14 also backward, for which buffers must wait to be put back.
+    torch infers them by running the stage; since 2.14 also backward, until which buffers cannot be restored.
     """
 
     def _prepare_forward_infra(self, *arguments: Any, **options: Any) -> Any:
@@ -40,7 +40,7 @@ class _InferringStage(PipelineStage):
         return inferred
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Clean up after torch 2.14 has inferred the shapes of both passes."""
+        """Restore the module after torch 2.14 has inferred the shapes of both passes."""
         super()._post_metadata_inference_cleanup()  # type: ignore[misc]
         self._before.restore()
 
@@ -72,7 +72,7 @@ class LoneStage(_InferringStage):
         """Send nothing: the neighbor is absent."""
 
     def _shape_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """Infer shapes under torch 2.11, as if the previous stage were on this rank: then its output is an argument."""
+        """Infer shapes under torch 2.11 as if the previous stage were on this rank: its output is then an argument."""
         places = self.stage_index_to_group_rank
         if self.arriving is not None:
             args = (self.arriving,)
@@ -84,7 +84,7 @@ class LoneStage(_InferringStage):
 
 
 def without_weights(model: Model) -> Model:
-    """Copy a model before it is laid out, with weights on the meta device: changes to the original do not affect it."""
+    """Copy a model that is not yet laid out, with weights on the meta device."""
     weights: dict[int, Any] = {
         id(weight): nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
         for weight in module_of(model).parameters()
@@ -93,14 +93,14 @@ def without_weights(model: Model) -> Model:
 
 
 def arriving(model: Model, names: Sequence[str], inputs: Tensor, dtype: torch.dtype, shares: int) -> Tensor:
-    """Predict what the parts with these names, the first of the model, would send for a micro-batch's inputs.
+    """Predict, on the meta device, what the model's first parts, with these names, would send for a micro-batch.
 
-    The model's weights and the result are on the meta device. ``shares``: the number of ranks that share positions.
+    The model's weights are on the meta device. ``shares``: the number of ranks that split the positions.
     """
     with torch.no_grad():
         try:
             batch, *rest = _through(deepcopy(model), names, torch.empty_like(inputs, device="meta"))
-        except RuntimeError:  # a part reads values, as masks of transformers do: on a virtual GPU they are zeros
+        except RuntimeError:  # a part reads values, as transformers' masks do: on a virtual GPU they are zeros
             batch, *rest = _through(deepcopy(model), names, inputs)
             memory.release(inputs.device)
     if shares > 1:
@@ -129,9 +129,9 @@ _OPTIONS = {"edges": "pipeline_per_edge_p2p", "directions": "pipeline_per_direct
 def open_links(group: dist.ProcessGroup, device: torch.device) -> str:
     """Let torch open separate communicators, so that messages in one direction do not wait for the other.
 
-    NCCL runs the operations of one communicator in the order of its calls. Activations and gradients on a link then
-    exclude each other, and under schedules with several stages per rank they may deadlock, as
-    ``torch.distributed.config`` says. Call this before stages are created, as they open the communicators.
+    NCCL runs the operations of one communicator in the order of its calls. Activations and gradients on one link would
+    be serialized, and may deadlock under schedules with several stages per rank (``torch.distributed.config``). Call
+    this before stages are created, as they open the communicators.
 
     Returns:
         The kind of links, for the record: ``messages``, independent ones, as under gloo; ``edges`` or ``directions``,
@@ -160,7 +160,7 @@ _MOST_DIMENSIONS = 8
 
 
 class Pipelined(Engine):
-    """The engine of a pipeline: the schedule and this rank's stages, each laid out over its replicas or shards."""
+    """The engine of a pipeline: a schedule and this rank's stages, each laid out over its replicas or shards."""
 
     def __init__(self, model: Model, setting: Setting, options: Options) -> None:
         layout, device, schedule = setting.layout, setting.device, options.pipeline_schedule
@@ -168,36 +168,36 @@ class Pipelined(Engine):
         self._whole = None if collect.all_ranks_present() else without_weights(model)
         mesh = setting.mesh["pp"] or setting.mesh.dp  # of one rank for a pipeline of one stage
         group = mesh.get_group()
-        where = cut(model, options.stage_ranks(layout.dims))
+        split = split_stages(model, options.stage_ranks(layout.dims))
         tied = model.tied()  # before sharding and untying replace the weights, which a model may compare
-        untie(model, tied, where)
-        last, named = len(where.stages) - 1, model.parts() or {}
+        untie(model, tied, split)
+        last, named = len(split.stages) - 1, model.parts() or {}
         parts = {
-            number: apply(model, _stage(named, where, [number], is_last=number == last), setting, options)
-            for number in where.of(dist.get_rank(group))
+            number: apply(model, _stage(named, split, [number], is_last=number == last), setting, options)
+            for number in split.of(dist.get_rank(group))
         }
         self.module: nn.Module = next(iter(parts.values())).module
         if len(parts) > 1:  # the same parts in one module
-            self.module = _stage(named, where, parts)
+            self.module = _stage(named, split, parts)
         self.parts = list(parts.values())
         self._has_loss = last in parts
         self.owns_loss = self._has_loss and setting.owns_loss
         # torch computes gradients of weights separately by torch.autograd.grad, which does not fire DDP's hooks.
         self._averages_after = schedule.splits_backward
         settles = 0 if self._averages_after else max(part.settles_after for part in parts.values())
-        # DDP rebuilds its buckets in the last pass of a step, and moves previously accumulated gradients into them. It
-        # divides those by the number of replicas, but multiplies others by the inverse, so rounding differs.
+        # DDP rebuilds its buckets in the last pass of a step, and moves the gradients accumulated before into them: it
+        # divides these by the number of replicas, but multiplies others by the inverse, which rounds differently.
         self.rehearsals = settles + (layout.accumulation > 1) if settles else 1
-        self._where, self._parts, self._layout, self._group, self._device = where, parts, layout, group, device
+        self._split, self._parts, self._layout, self._group, self._device = split, parts, layout, group, device
         self._dtype = DTYPES[setting.precision]
         self._sequence = layout.dims.tensor if options.sequence else 1  #: Ranks that share the positions of a message.
         self.links = open_links(group, device)
         kind = _LinkedStage if self._whole is None else LoneStage
         self._stages = {
-            number: kind(part.module, number, len(where.stages), device, group=group) for number, part in parts.items()
+            number: kind(part.module, number, len(split.stages), device, group=group) for number, part in parts.items()
         }
         self._schedule = schedule.make([*self._stages.values()], layout.microbatches, self._share_of_loss)
-        self._shared = find_shared(tied, self.module, where, group)
+        self._shared = find_shared(tied, self.module, split, group)
         self._scale: Scale = lambda loss: loss
         self._shares: list[Tensor] = []
 
@@ -231,11 +231,8 @@ class Pipelined(Engine):
 
     @torch.no_grad()
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
-        """See :meth:`ptdbench.parallel.engine.Engine.outputs`; each stage sends its outputs to the next.
-
-        The schedule is not used, as all its micro-batches must have the same size.
-        """
-        ranks, last = self._where.ranks, len(self._where.ranks) - 1
+        """See :meth:`ptdbench.parallel.engine.Engine.outputs`; without the schedule, whose micro-batches are equal."""
+        ranks, last = self._split.ranks, len(self._split.ranks) - 1
         outputs = None
         for number, part in self._parts.items():
             if number == 0:
@@ -256,10 +253,10 @@ class Pipelined(Engine):
         return outputs if targets is None else outputs.mean()
 
     def _pass(self, inputs: Tensor, targets: Tensor, last: bool) -> None:
-        """Run one pass of the schedule; in the last pass DDP averages the gradients, unless that follows separately.
+        """Run one pass of the schedule; in the last one DDP averages the gradients, unless that follows separately.
 
-        torch itself arms DDP before the backward pass of the last micro-batch. Each forward pass outside no_sync()
-        would arm it too, and the first backward pass would then reduce incomplete gradients.
+        torch arms DDP before the backward pass of the last micro-batch. Each forward pass outside no_sync() would arm
+        it too, and the first backward pass would then reduce incomplete gradients.
         """
         arguments = (inputs,) if 0 in self._parts else ()
         self._foresee(inputs)
@@ -273,14 +270,14 @@ class Pipelined(Engine):
             self._schedule.step(*arguments, target=targets, **options)
 
     def _foresee(self, inputs: Tensor) -> None:
-        """Tell stages whose predecessors are absent what will arrive."""
+        """Predict what will arrive at stages whose predecessors are absent."""
         for number, stage in self._stages.items():
             if isinstance(stage, LoneStage) and self._whole is not None and number and stage.arriving is None:
-                before, micro_batch = [*chain(*self._where.stages[:number])], inputs[: self._layout.micro_batch]
+                before, micro_batch = [*chain(*self._split.stages[:number])], inputs[: self._layout.micro_batch]
                 stage.arriving = arriving(self._whole, before, micro_batch, self._dtype, self._sequence)
 
     def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        """Return the scaled contribution of a micro-batch to the step's loss; the last stage has computed its mean."""
+        """Return the scaled contribution of a micro-batch to the step's loss, from its mean loss."""
         share = loss.sum() / (self._layout.microbatches * self._layout.accumulation)
         self._shares.append(share.detach())
         return self._scale(share)
@@ -295,16 +292,14 @@ class _LinkedStage(_InferringStage):
         return [message for message in messages if message.peer != dist.get_rank()]
 
 
-def _stage(parts: Mapping[str, nn.Module], where: Cut, numbers: Iterable[int], is_last: bool = False) -> Stage:
-    return Stage({name: parts[name] for number in numbers for name in where.stages[number]}, is_last)
+def _stage(parts: Mapping[str, nn.Module], split: StageSplit, numbers: Iterable[int], is_last: bool = False) -> Stage:
+    return Stage({name: parts[name] for number in numbers for name in split.stages[number]}, is_last)
 
 
 def send_tensor(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
-    """Send a tensor during an evaluation, preceded by its shape and dtype.
+    """Send a tensor of at most eight dimensions to rank ``to`` of the group, preceded by its shape and dtype.
 
-    ``PipelineStage``, which training uses, infers shapes only once, in its first pass, and its receive buffers keep
-    them; but the last batch of an evaluation is smaller. The tensor has at most eight dimensions, and ``to`` is the
-    receiver's rank in the group.
+    For evaluation, whose last batch is smaller: ``PipelineStage`` infers shapes only once, in its first pass.
     """
     header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     header += [0] * (2 + _MOST_DIMENSIONS - len(header))

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: how a model is cut, which weights stages share, and the rules of a cut.
+"""The stages of a pipeline: how a model is split, which weights stages share, and the rules of a split.
 
 A weight that two stages share has a copy in each, even if both are on one rank: DDP and FSDP wrap each stage, and
 would otherwise reduce the gradient twice.
@@ -27,12 +27,12 @@ from ptdbench.problems import divides, require
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageSplit:
     """A split of a model into stages."""
 
     stages: Sequence[Sequence[str]]  #: The names of each stage's parts, in the model's order.
     ranks: Sequence[int]  #: Each stage's rank in the pipeline.
-    holds: Sequence[Sequence[str]]  #: The names of each stage's submodules: its parts, or the members of these.
+    holds: Sequence[Sequence[str]]  #: The names of each stage's submodules: its parts, or their members.
 
     def of(self, rank: int) -> list[int]:
         """Return the stages of a rank, in order."""
@@ -45,28 +45,29 @@ class Cut:
         )
 
 
-def cut(model: Model, ranks: Sequence[int]) -> Cut:
-    """Split a model that is a chain of parts into stages of nearly equal cost.
+def split_stages(model: Model, ranks: Sequence[int]) -> StageSplit:
+    """Split a model that is a chain of parts into stages of nearly equal cost; ``ranks``: of the stages.
 
-    Costs are balanced rather than numbers of layers: the head of a small model with a large vocabulary can outweigh
-    several layers. ``ranks``: each stage's rank in the pipeline.
+    Costs are balanced, not numbers of layers: the head of a small model with a large vocabulary can outweigh several
+    layers.
     """
     parts = model.parts() or {}
     names = list(parts)
     empty = [number for number, part in enumerate(parts.values()) if next(part.parameters(), None) is None]
     stages = [names[run.start : run.stop] for run in balance(costs(model, parts), len(ranks), empty)]
-    return Cut(stages, ranks, [[held for name in stage for held in members(name, parts[name])] for stage in stages])
+    holds = [[held for name in stage for held in members(name, parts[name])] for stage in stages]
+    return StageSplit(stages, ranks, holds)
 
 
-def unrepeated(model: Model, stages: Cut) -> list[list[str]]:
+def unrepeated(model: Model, split: StageSplit) -> list[list[str]]:
     """Return for each stage the names of submodules with weights outside the repeated layers, such as the head."""
     parts, layers = model.parts() or {}, set(model.layers())
     modules = {held: module for name, part in parts.items() for held, module in members(name, part).items()}
 
-    def is_told(name: str) -> bool:
+    def is_unrepeated(name: str) -> bool:
         return not layers & set(modules[name].modules()) and next(modules[name].parameters(), None) is not None
 
-    return [list(filter(is_told, names)) for names in stages.holds]
+    return [list(filter(is_unrepeated, names)) for names in split.holds]
 
 
 def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
@@ -84,26 +85,26 @@ def _flops(model: Model) -> Mapping[str, float]:
         return {}
 
 
-def imbalance(model: Model, stages: Cut) -> str | None:
-    """Say which stages have too much of the model's cost; ``None`` if none have.
+def imbalance(model: Model, split: StageSplit) -> str | None:
+    """Say which rank's stages have too much of the model's cost; ``None`` if none have.
 
-    A pipeline is as fast as its slowest rank: if that has the share ``s`` of the cost, at most ``1 / s`` times as fast
-    as one rank. That is too much if it is less than a third of the way from 1 to ``p``, for ``p`` ranks:
-    ``s > 3 / (p + 2)``, 75 % of two ranks, 50 % of four.
+    A pipeline whose slowest rank has the share ``s`` of the cost is at most ``1 / s`` times as fast as one rank. With
+    ``p`` ranks that is too slow if it is less than a third of the way from 1 to ``p``: ``s > 3 / (p + 2)``, 75 % for
+    two ranks, 50 % for four.
     """
     parts = model.parts() or {}
     of_parts = dict(zip(parts, costs(model, parts), strict=True))
-    of_ranks, total = dict.fromkeys(stages.ranks, 0.0), sum(of_parts.values()) or 1.0
-    for rank, names in zip(stages.ranks, stages.stages, strict=True):
+    of_ranks, total = dict.fromkeys(split.ranks, 0.0), sum(of_parts.values()) or 1.0
+    for rank, names in zip(split.ranks, split.stages, strict=True):
         of_ranks[rank] += sum(of_parts[name] for name in names) / total
     rank, share = max(of_ranks.items(), key=itemgetter(1))
     if share * (len(of_ranks) + 2) <= 3:
         return None
     kind = "FLOPs" if parts.keys() <= _flops(model).keys() else "weights"
     largest = max(of_parts, key=of_parts.__getitem__)
-    cuts = f"the model can only be cut before {' and '.join([*parts][1:])}"
-    why = cuts if len(parts) <= 4 else f"{largest} alone has {of_parts[largest] / total:.0%}"
-    where = f"stage{'s' * (len(stages.of(rank)) > 1)} {', '.join(map(str, stages.of(rank)))} of {len(stages.stages)}"
+    splits = f"the model can only be split before {' and '.join([*parts][1:])}"
+    why = splits if len(parts) <= 4 else f"{largest} alone has {of_parts[largest] / total:.0%}"
+    where = f"stage{'s' * (len(split.of(rank)) > 1)} {', '.join(map(str, split.of(rank)))} of {len(split.stages)}"
     return f"{where} with {share:.0%} of the {kind}, as {why}: at most {1 / share:.2f} times as fast as one rank"
 
 
@@ -146,7 +147,7 @@ class Stage(nn.Module):
 class _ContiguousGradient(torch.autograd.Function):
     """Marks the input from another stage, so that the gradient to send back is contiguous.
 
-    Since torch 2.14 a stage receives gradients into memory with the strides that they had in a trial pass.
+    Since torch 2.14 a stage receives gradients into memory with the strides of a trial pass.
     """
 
     @staticmethod
@@ -161,15 +162,15 @@ class _ContiguousGradient(torch.autograd.Function):
 def balance(costs: Sequence[float], stages: int, empty: Collection[int] = ()) -> list[range]:
     """Split ``costs`` into ``stages`` non-empty runs with the smallest possible maximum sum.
 
-    A pipeline is as fast as its slowest stage. Among equally good splits, the one with shorter early stages is chosen,
-    because under 1F1B earlier stages hold more micro-batches in memory. Each run is a range of part indices. No run
-    consists of ``empty`` parts only, which have no weights, if that is possible.
+    A pipeline is as fast as its slowest stage. Of equally good splits, the one with shorter early stages is chosen, as
+    under 1F1B earlier stages hold more micro-batches in memory. Each run is a range of part indices; if possible, none
+    consists only of ``empty`` parts, which have no weights.
 
     Raises:
         ValueError: There are more stages than parts.
     """
     if not 1 <= stages <= len(costs):
-        raise ValueError(f"{stages} stages cannot be made of {len(costs)} parts")
+        raise ValueError(f"cannot split {len(costs)} parts into {stages} stages")
     before = list(accumulate(costs, initial=0.0))
 
     def cost_of(start: int, end: int) -> float:
@@ -183,12 +184,12 @@ def balance(costs: Sequence[float], stages: int, empty: Collection[int] = ()) ->
         last_end = len(costs) - left + 1
         return min((max(cost_of(start, end), best(end, left - 1)[0]), end) for end in range(start + 1, last_end + 1))
 
-    cuts, start = [], 0
+    runs, start = [], 0
     for left in range(stages, 0, -1):
         end = best(start, left)[1]
-        cuts.append(range(start, end))
+        runs.append(range(start, end))
         start = end
-    return cuts
+    return runs
 
 
 #: Pairs of full names of tied weights, see :meth:`ptdbench.models.protocol.Model.tied`.
@@ -197,56 +198,56 @@ Tied = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Shared:
-    """This rank's copies of a weight that is in several stages."""
+    """This rank's copies of a weight that several stages share."""
 
-    #: The copy, or its shard, to use where the weight must be counted only once; ``None`` on other ranks.
+    #: The copy, or its shard, to use where the weight counts only once; ``None`` on other ranks.
     first: nn.Parameter | None
     others: Sequence[nn.Parameter]
     #: Global ranks, including this one, that hold a copy or a shard of it in the same replica.
     ranks: Sequence[int]
 
 
-def by_stage(tied: Tied, cut: Cut) -> list[dict[int, list[str]]]:
-    """Return for each weight that is in several stages its names in each of them."""
+def by_stage(tied: Tied, split: StageSplit) -> list[dict[int, list[str]]]:
+    """Return the names in each stage of each weight that several stages share."""
     first: dict[str, str] = {}
     stages_of: dict[str, dict[int, list[str]]] = {}
     for original, other in tied:
         first[other] = name = first.get(original, original)
-        stages = stages_of.setdefault(name, {cut.owner(name): [name]})
-        stages.setdefault(cut.owner(other), []).append(other)
+        stages = stages_of.setdefault(name, {split.owner(name): [name]})
+        stages.setdefault(split.owner(other), []).append(other)
     return [stages for stages in stages_of.values() if len(stages) > 1]
 
 
-def untie(model: Model, tied: Tied, cut: Cut) -> None:
+def untie(model: Model, tied: Tied, split: StageSplit) -> None:
     """Copy weights that several stages of a rank share, so that each stage has its own, on the same device."""
     module = module_of(model)
-    for stages in by_stage(tied, cut):
-        has_one: set[int] = set()
+    for stages in by_stage(tied, split):
+        holders: set[int] = set()
         for stage, names in stages.items():
-            if cut.ranks[stage] in has_one:
+            if split.ranks[stage] in holders:
                 weight = module.get_parameter(names[0])
                 copy = nn.Parameter(weight.detach().clone(), weight.requires_grad)
                 for name in names:
                     path, _, leaf = name.rpartition(".")
                     setattr(module.get_submodule(path), leaf, copy)
-            has_one.add(cut.ranks[stage])
+            holders.add(split.ranks[stage])
 
 
-def find_shared(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> list[Shared]:
+def find_shared(tied: Tied, module: nn.Module, split: StageSplit, group: dist.ProcessGroup) -> list[Shared]:
     """Find the trained weights of this rank that stages share, and make their copies equal."""
     here = dict(module.named_parameters(remove_duplicate=False))  # reading an attribute may return the local part
     mine = dist.get_rank(group)
     shared = []
-    for stages in by_stage(tied, cut):
-        copies = [here[name] for stage, (name, *_) in stages.items() if cut.ranks[stage] == mine]
+    for stages in by_stage(tied, split):
+        copies = [here[name] for stage, (name, *_) in stages.items() if split.ranks[stage] == mine]
         if not copies:
             continue
         for other in copies[1:]:
             local_part(other.detach()).copy_(local_part(copies[0].detach()))
         if not copies[0].requires_grad:
             continue  # frozen: no gradients to sum
-        first, others = (copies[0], copies[1:]) if cut.ranks[next(iter(stages))] == mine else (None, copies)
-        ranks = sorted({dist.get_global_rank(group, cut.ranks[stage]) for stage in stages})
+        first, others = (copies[0], copies[1:]) if split.ranks[next(iter(stages))] == mine else (None, copies)
+        ranks = sorted({dist.get_global_rank(group, split.ranks[stage]) for stage in stages})
         shared.append(Shared(first, others, ranks))
     return shared
 
@@ -263,7 +264,7 @@ def add_up_shared(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
 
 
 def _exchange(mine: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """Exchange a tensor among ``ranks``, which include this one; returns the tensors of all."""
+    """Exchange a tensor among ``ranks``, which include this one; return the tensors of all."""
     tensors = [mine if rank == dist.get_rank() else torch.empty_like(mine) for rank in ranks]
     messages = []
     for rank, theirs in zip(ranks, tensors, strict=True):
@@ -283,7 +284,7 @@ def _gradient(weight: nn.Parameter) -> Tensor:
 def divide_batch(
     options: Options, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]
 ) -> BatchPlan:
-    """Divide a replica's ``share`` of the batch into passes of micro-batches; raises ConfigError if it cannot."""
+    """Split a replica's ``share`` of the batch into passes of micro-batches; raise ConfigError if it does not fit."""
     schedule, size, per_rank = options.pipeline_schedule, dims.pipeline, options.stages_on_rank
     total = share if micro_batch == "auto" else share // micro_batch
     whole = "a replica's share of the batch" if micro_batch == "auto" else "the micro-batches of a replica's step"

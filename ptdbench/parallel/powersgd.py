@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-#: Added to the norm of a column before dividing by it: the gradient of a matrix may be zero.
+#: Added to the norm of a column before dividing by it, as the gradient of a matrix may be zero.
 _EPSILON = 1e-8
 
 #: torch's state by bucket: the error feedback, which differs between ranks, and the two factors of the last step.
@@ -47,8 +47,8 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> _Do
     return _Done([tensor])
 
 
-#: torch's hook, modified to send its three messages one after another in the calling thread and stream, where it need
-#: not wait for the machine's GPU: it would after each bucket, whether the GPU is used or not.
+#: torch's hook, modified to send its three messages one after another in the calling thread and stream, and not to
+#: synchronize with the machine's GPU after each bucket, used or not.
 _hook = FunctionType(
     powerSGD_hook.__code__,
     {
@@ -60,7 +60,7 @@ _hook = FunctionType(
 
 
 class PowerSGD:
-    """Averages the gradients of a DDP module by torch's hook, and keeps the hook's state.
+    """Averages the gradients of a DDP module by torch's hook, and holds the hook's state.
 
     A step's approximation error is added to this rank's gradients of the next step (error feedback).
 
@@ -95,7 +95,7 @@ class PowerSGD:
     def rehearsing(self) -> Iterator[None]:
         """Return a context whose passes leave the state unchanged; on exit a loaded state is applied if buckets match.
 
-        Otherwise compression starts afresh, as the error of a bucket is of no use to a different one.
+        Otherwise compression starts afresh, as a bucket's error is useless to a different bucket.
         """
         kept = {name: getattr(self._state, name) for name in ("iter", "start_powerSGD_iter", *_BY_BUCKET.values())}
         self._set({"iter": 0, "start_powerSGD_iter": sys.maxsize, **{name: {} for name in _BY_BUCKET.values()}})

@@ -39,8 +39,7 @@ def arithmetic(precision: Name, device_type: str) -> str:
 def cast_inputs(module: nn.Module, layers: Collection[nn.Module], precision: Name) -> None:
     """Cast the inputs of a module and its layers, except targets, to ``precision``; fp32 and tf32 change nothing.
 
-    Layers are the units of sharding and compilation. Buffers keep their dtypes. Weights are cast by :class:`Copies`, or
-    under FSDP as they are gathered.
+    Layers are the units of sharding and compilation. Buffers keep their dtypes; :class:`Copies` or FSDP cast weights.
     """
     if DTYPES[precision] == torch.float32:
         return
@@ -70,21 +69,20 @@ def _casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable
 class Copies:
     """Narrow copies of the weights of a module, with which the module computes.
 
-    Parameters stay fp32: ``parameters()``, ``state_dict()`` and optimizers see these. Each forward pass of the module
-    gets the copies of its weights as results of a function whose backward pass casts all their gradients at once, so
-    that gradients are accumulated and reduced in fp32. Each unit gets its own copies from a separate call, so that
-    their gradients are cast as soon as the unit's backward pass ends; a weight read outside its unit comes from the
-    module's call. Batch norms keep fp32 weights and statistics.
+    Parameters stay fp32, for ``parameters()``, ``state_dict()`` and optimizers. Each forward pass of the module gets
+    the copies as results of a function whose backward pass casts all their gradients at once, so that gradients are
+    accumulated and reduced in fp32. Each unit gets its copies from a separate call, so that their gradients are cast as
+    soon as its backward pass ends; a weight read outside its unit comes from the module's call. Batch norms keep fp32
+    weights and statistics.
 
-    During a step weights do not change, so they are cast once, when it begins. Outside steps, each forward pass casts.
+    Weights are cast once, at the start of a step, as they do not change during it; outside steps, in each forward pass.
 
     Args:
         module: The module, on the meta device or with its weights.
-        units: Disjoint parts of it that run as a whole. Compile them or make them recompute first, so that neither
-            includes the cast.
+        units: Disjoint parts of it that run as a whole; compile or checkpoint them first, to exclude the cast.
         dtype: Dtype of the copies.
-        vectors_wait: Whether the gradients of vectors, which are small, are cast at the end of the backward pass; for
-            gradients that are not communicated before.
+        vectors_wait: Whether the gradients of vectors, which are small, are cast at the end of the backward pass; only
+            if they are not communicated before.
     """
 
     def __init__(
@@ -222,20 +220,16 @@ class _CastWeights(torch.autograd.Function):
 
 
 class AgreedGradScaler(torch.amp.GradScaler):
-    """A loss scaler whose ranks skip a step together.
-
-    An overflow may occur on one rank only: in one stage of a pipeline, or in one shard of a weight. If only that rank
-    skipped the step, weights and loss scales would diverge.
-    """
+    """A loss scaler whose ranks skip a step together, also if only one stage or one shard of a weight overflows."""
 
     def __init__(self, device: str, enabled: bool) -> None:
         super().__init__(device, enabled=enabled)
-        if enabled:  # torch does this when it scales a loss, which never happens on the first stages of a pipeline
+        if enabled:  # torch does so when it scales a loss, which the first stages of a pipeline never do
             self._lazy_init_scale_growth_tracker(torch.device(device))
 
     @torch.no_grad()
     def _unscale_grads_(self, optimizer: Any, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
-        # By local parts: of gradients that are DTensors, torch itself all-reduces what it finds, in each dimension.
+        # By local parts: torch itself would all-reduce the overflows of DTensors, once in each dimension.
         parts = [_local_with_gradient(weight) for group in optimizer.param_groups for weight in group["params"]]
         local: Any = SimpleNamespace(param_groups=[{"params": parts}])
         overflows = super()._unscale_grads_(local, *arguments, **options)
@@ -245,7 +239,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
 
 
 def _local_with_gradient(weight: Tensor) -> Tensor:
-    """Return a weight itself, or this rank's shard of it with that of its gradient."""
+    """Return a weight itself, or this rank's shard of it and of its gradient."""
     if not isinstance(weight, DTensor) or weight.grad is None:
         return weight
     part = local_part(weight).detach()

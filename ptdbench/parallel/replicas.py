@@ -1,4 +1,4 @@
-"""Compares what several ranks hold, bit for bit, by checksums and one small message."""
+"""Comparison of the tensors of several ranks, bit for bit, by checksums and one small message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ptdbench.terminal import plural, rank_names
 
 K = TypeVar("K", bound=Hashable)
 
-#: Elements that are multiplied at once: a checksum takes 24 MiB beside the tensors, however large these are.
+#: Elements that are multiplied at once: a checksum takes 24 MiB, however large the tensors are.
 _AT_ONCE = 1 << 20
 
 #: 2^64 divided by the golden ratio, as a signed number: the bits of its multiples have no pattern.
@@ -26,9 +26,9 @@ _GOLDEN = -0x61C8864680B583EB
 
 @torch.no_grad()
 def checksums(tensors: Iterable[tuple[K, Tensor]]) -> list[tuple[K, int]]:
-    """Return a 64-bit checksum of each tensor's bits, or of those of this rank's shard; waits for the device once.
+    """Return a 64-bit checksum of each tensor, or of this rank's shard; wait for the device once.
 
-    An element counts by its place, so that swapped elements and changes that cancel out show too.
+    Elements are weighted by position, so that swapped elements and changes that cancel out show too.
     """
     factors: dict[torch.device, Tensor] = {}
     keys, sums = [], []
@@ -64,7 +64,7 @@ def require_equal(weights: Iterable[tuple[str, Tensor]], apart: Hashable = None)
     """Compare all copies of weights, or of shards of them; called in all ranks, between two steps.
 
     Args:
-        weights: This rank's by full name; tied ones, which another stage may hold, by the same name.
+        weights: This rank's weights by full name; tied ones, which another stage may hold, by the same name.
         apart: Ranks for which this differs are not compared.
 
     Raises:
@@ -77,14 +77,13 @@ def require_equal(weights: Iterable[tuple[str, Tensor]], apart: Hashable = None)
         others = len({other for other, *_ in parted}) - 1
         more = f" (and {plural(others, 'more weight')})" if others else ""
         raise RuntimeError(
-            f"replicas differ: {name}{more} has other bits {where}; the usual cause is a module that sets weights from "
-            "its own samples or random numbers, as in an initialization from data: let it take the mean over all ranks "
-            "there, or try parallel=single"
+            f"replicas differ: {name}{more} has other bits {where}; usually a module initializes weights from its own "
+            "samples or random numbers: average over all ranks there, or try parallel=single"
         )
 
 
 def _shard(weight: Tensor) -> object:
-    """Return which part of a weight this rank has: its coordinates in the dimensions of the mesh that divide it."""
+    """Return which part of a weight this rank has: its coordinates in the dimensions of the mesh that shard it."""
     if not isinstance(weight, DTensor):
         return None
     places = enumerate(zip(weight.device_mesh.get_coordinate() or (), weight.placements, strict=True))

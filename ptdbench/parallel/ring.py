@@ -2,7 +2,7 @@
 
 The exchange, its order and the merging of partial results are torch's (Liu et al. 2023, arXiv 2310.01889); torch's
 ``context_parallel`` applies them to DTensors on GPUs. Here they are applied to plain tensors, with the kernels of any
-device, including CPUs. These functions are private to torch: :func:`missing` says which this version lacks.
+device, including CPUs. These functions are private to torch: see :func:`missing`.
 
 Each rank has two pieces of the positions, one from each end (:class:`ptdbench.parallel.context.Positions`), which
 balances the work under a causal mask.
@@ -39,7 +39,7 @@ _TILE = 32
 
 
 def missing() -> str | None:
-    """Return what this version of torch lacks for ring attention; ``None`` if nothing."""
+    """Return the first name that this version of torch does not have for ring attention; ``None`` if it has all."""
     try:
         module = import_module(_OF_TORCH)
     except ImportError:
@@ -50,9 +50,8 @@ def missing() -> str | None:
 def attention(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return a function for causal attention over the positions of all ranks of a mesh.
 
-    Returns:
-        A function from queries, keys and values of a rank's positions, ``[batch, heads, length, head width]``, to
-        their mixture. Keys and values may have fewer heads.
+    It maps queries, keys and values of a rank's positions, ``[batch, heads, length, head width]``, to their mixture;
+    keys and values may have fewer heads.
     """
     return torch.compiler.disable(lambda q, k, v: RingAttention.apply(q, k, v, mesh))
 
@@ -77,7 +76,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[
 def _flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
-    """Call torch's backward pass with empty tensors for sequence lengths and dropout state, which are not used."""
+    """Call torch's backward pass with empty tensors for the unused sequence lengths and dropout state."""
     none = torch.empty(0, dtype=torch.int64)
     lengths = query.shape[LENGTH], key.shape[LENGTH]
     gradient, query_, key, value, out = _padded(gradient, query, key, value, out)
@@ -96,10 +95,7 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[
 def _cudnn_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
-    """Call torch's backward pass with an unused random state, as there is no dropout, and ``None`` for optional inputs.
-
-    These are the bias and the lengths of sequences, which are all equal.
-    """
+    """Call torch's backward pass with an unused random state, and ``None`` for the bias and the sequence lengths."""
     drawn = torch.empty((), dtype=torch.int64, device=query.device)
     lse, lengths = lse.unsqueeze(-1).contiguous(), (query.shape[LENGTH], key.shape[LENGTH])
     return aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
@@ -157,7 +153,7 @@ _CHOSEN = {SDPBackend.CUDNN_ATTENTION: CUDNN, SDPBackend.FLASH_ATTENTION: FLASH}
 def kernel(query: Tensor, trains: bool) -> Kernel:
     """Return the kernel that torch would choose for causal attention with these queries and as many heads of keys.
 
-    ``trains``: whether a backward pass follows, which a kernel may lack for some widths of heads.
+    ``trains``: whether a backward pass follows, which some kernels do not have for all head widths.
     """
     if query.device.type == "cpu":
         return CPU

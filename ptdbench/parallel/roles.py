@@ -21,9 +21,8 @@ def roles_of(model: Model) -> dict[str, Role]:
     problems = []
     for name, role in roles.items():
         if role.kind not in kinds:
-            problems.append(Problem(f"roles()[{name!r}]", role.kind, "is not the role of a module", try_these(kinds)))
+            problems.append(Problem(f"roles()[{name!r}]", role.kind, "is not a role", try_these(kinds)))
         elif name not in modules:
-            rule = "is the role of a module that the model does not have"
-            problems.append(Problem(f"roles()[{name!r}]", role.kind, rule))
+            problems.append(Problem(f"roles()[{name!r}]", role.kind, "the model has no module of this name"))
     require(*problems)
     return roles

@@ -1,4 +1,4 @@
-"""The type of ``parallel=<preset>``: divides ranks, batch and model by its options, and lays the model out."""
+"""The type of ``parallel=<preset>``: splits ranks, batch and model by its options, and lays the model out."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from ptdbench.problems import at_least, require
 
 
 def choose_convolutions(module: nn.Module, device: torch.device) -> None:
-    """Let cuDNN, or MIOpen on AMD GPUs, time its algorithms for each shape and keep the fastest.
+    """Let cuDNN, or MIOpen on AMD GPUs, time its convolution algorithms for each shape and keep the fastest.
 
-    This pays off because a run has few shapes: those of training, of evaluation and of its last batch. It is enabled
-    only for models with convolutions: others have nothing to choose.
+    It pays off as a run has few shapes: of training, of evaluation and of its last batch.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = any(isinstance(part, _ConvNd) for part in module.modules())
@@ -50,12 +49,12 @@ class Strategy(Options):
         )
 
     def ranks(self, available: int) -> int:
-        """Return the number of ranks if the config does not set it: as many of the available devices as fit."""
+        """Return the number of ranks if the config does not set it: as many available devices as fit the degrees."""
         fixed = Dims(**{name: degree for name, degree in self.degrees().items() if degree != "auto"}).world_size
         return max(available // fixed, 1) * fixed if auto_degrees(self.degrees()) else fixed
 
     def dims(self, world_size: int, model: Model | None = None) -> Dims:
-        """Derive the degrees for a world size; an ``auto`` expert degree needs the ``model``, whose experts it divides.
+        """Derive the degrees for a world size; an ``auto`` expert degree needs the ``model``.
 
         Raises:
             ConfigError: The degrees do not multiply to the world size.
@@ -64,10 +63,9 @@ class Strategy(Options):
         return derive(world_size, self.degrees(), units=units)
 
     def layout(self, dims: Dims, global_batch: int, micro_batch: int | Literal["auto"]) -> BatchPlan:
-        """Divide a global batch, which is a multiple of the number of replicas, among the ranks.
+        """Split a global batch, a multiple of the number of replicas, over the ranks.
 
-        ``micro_batch``, the samples of one forward and backward pass, divides a replica's share; ``auto``: no
-        accumulation.
+        ``micro_batch``, the samples of one pass, divides a replica's share; ``auto``: no accumulation.
 
         Raises:
             ConfigError: An option does not fit the batch.
@@ -86,7 +84,7 @@ class Strategy(Options):
         require(*conflicts.problems(self, conflicts.of_model(self, model, layout.dims), plan=layout))
 
     def check_sample(self, inputs: Tensor, targets: Tensor, layout: BatchPlan) -> None:
-        """Raise ConfigError if samples, ``[batch, length]``, cannot be divided this way."""
+        """Raise ConfigError if samples, ``[batch, length]``, cannot be split this way."""
         require(*conflicts.problems(self, conflicts.of_sample(self, inputs, targets, layout.dims), plan=layout))
 
     def check_option(self, option: str, value: object, layout: BatchPlan | None = None) -> None:

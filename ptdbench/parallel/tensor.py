@@ -33,22 +33,23 @@ from ptdbench.models.softmax import VocabularyShare
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.roles import roles_of
 
-#: The dimension of ``[batch, length, ...]`` that sequence parallelism shards outside cut layers.
+#: The dimension of ``[batch, length, ...]`` that sequence parallelism shards outside split layers.
 POSITIONS = 1
 
-#: The dimension of a weight that each kind of role cuts.
+#: The dimension of a weight that each kind of role splits.
 DIMENSIONS = {"colwise": 0, "local_colwise": 0, "rowwise": 1, "vocabulary": 0}
 
 
 def gathers_logits(model: Model) -> bool:
     """Return whether ranks gather the logits that each computes for its share of a vocabulary."""
     roles = roles_of(model)
-    cut = [module_of(model).get_submodule(name) for name, role in roles.items() if role.kind == "vocabulary"]
-    return any(isinstance(part, nn.Linear) for part in cut) and not any(role.kind == "loss" for role in roles.values())
+    parts = [module_of(model).get_submodule(name) for name, role in roles.items() if role.kind == "vocabulary"]
+    has_loss = any(role.kind == "loss" for role in roles.values())
+    return not has_loss and any(isinstance(part, nn.Linear) for part in parts)
 
 
-def cut_dimensions(model: Model) -> dict[nn.Parameter, int]:
-    """Return the dimension along which each cut parameter is cut; a row-wise layer's bias is whole on each rank."""
+def split_dimensions(model: Model) -> dict[nn.Parameter, int]:
+    """Return the dimension along which each split parameter is split; the bias of a row-wise layer is not."""
     dimensions = {}
     for name, role in roles_of(model).items():
         dimension = DIMENSIONS.get(role.kind)
@@ -59,10 +60,10 @@ def cut_dimensions(model: Model) -> dict[nn.Parameter, int]:
 
 
 def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Divide the matrix products of ``module``, the model or one of its stages, among the ranks of a 1-D ``mesh``.
+    """Split the matrix products of ``module``, the model or one of its stages, over the ranks of a 1-D ``mesh``.
 
     ``module`` is on the meta device, or has the same values on all ranks. ``sequence``: whether positions are sharded
-    over the ranks between cut layers.
+    between split layers.
     """
     names, by_kind = dict(module.named_modules()), styles(sequence)
     same = grouped((weight, name) for name, weight in module.named_parameters(remove_duplicate=False))
@@ -74,10 +75,9 @@ def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: 
 
 
 def overlap(mesh: DeviceMesh | None) -> None:
-    """Let the compiler split messages of a mesh, and the adjacent matrix products, into pieces that overlap.
+    """Let the compiler overlap messages of a mesh with the adjacent products, both in pieces (Wang et al. 2023).
 
-    Pieces of one are in flight while pieces of the other are computed (Wang et al. 2023). Without a mesh nothing is
-    split, whatever a previous run has set.
+    Without a mesh nothing is overlapped, whatever a previous run has set.
     """
     from torch._inductor import config  # takes a second, which only runs that compile should spend
 
@@ -94,7 +94,7 @@ def placed(meta: Tensor, values: Tensor) -> Tensor:
 
 
 def add_up_partial(parameters: list[nn.Parameter]) -> None:
-    """Sum partial gradients over the ranks in one message; under FSDP its own reduction does that."""
+    """Sum partial gradients over the ranks in one message; FSDP's reduction does so itself."""
     summands = [p for p in parameters if isinstance(p.grad, DTensor) and any(x.is_partial() for x in p.grad.placements)]
     if not summands:
         return
@@ -124,7 +124,7 @@ def styles(sequence: bool) -> dict[str, ParallelStyle]:
 
 
 class _Sequence(PrepareModuleOutput):
-    """The style of a module whose output goes to cut layers; its gradient is summed once for all of them."""
+    """The style of a module whose output goes to split layers; its gradient is summed once for all of them."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # With sharded positions, a rank computes only a summand of the gradient of the module's own weights.
@@ -135,7 +135,7 @@ class _Sequence(PrepareModuleOutput):
 
 
 class _Replicated(ParallelStyle):
-    """The style of a module applied to each unit: a rank's gradients of weights and input are summands of its units."""
+    """The style of a module applied to each unit: a rank has its units' summands of the gradients."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for part in module.modules():
@@ -145,7 +145,7 @@ class _Replicated(ParallelStyle):
 
     @staticmethod
     def _localize(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace the output of a sequence-parallel module by its local tensor; that module sums the gradients."""
+        """Replace outputs of a sequence-parallel module, which sums their gradients, by local tensors."""
         summand = [Partial()]
         return tuple(
             argument.to_local(grad_placements=summand) if isinstance(argument, DTensor) else argument
@@ -154,7 +154,7 @@ class _Replicated(ParallelStyle):
 
 
 class _LocalColwise(ParallelStyle):
-    """The style of a layer of which each rank computes some outputs, and keeps their summand of the input gradient."""
+    """The style of a layer of which each rank computes some outputs, and its summand of the input gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         spread(module, device_mesh, Shard(0), Shard(0))
@@ -162,14 +162,14 @@ class _LocalColwise(ParallelStyle):
 
 
 class _SplitSequence(_Replicated):
-    """The style of a module applied to a rank's share of positions, which it makes without sequence parallelism."""
+    """The style of a module applied to a rank's share of the positions, with or without sequence parallelism."""
 
     def __init__(self, sequence: bool) -> None:
         self._sequence = sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for router in (part for part in module.modules() if isinstance(part, Router)):
-            # Runs before the hook of context parallelism, which numbers the positions of all these ranks.
+            # Before the hook of context parallelism, which numbers the positions of all these ranks.
             router.positions.register_forward_pre_hook(partial(self._number_all, device_mesh), prepend=True)
             router.positions.register_forward_hook(partial(self._select_own, device_mesh))
         if not self._sequence:
@@ -194,9 +194,9 @@ class _SplitSequence(_Replicated):
 
 
 class _Vocabulary(ColwiseParallel):
-    """The style of a vocabulary: each rank computes the logits of some tokens, or looks up its own embedding rows.
+    """The style of a vocabulary: each rank computes the logits of some tokens, or looks up its embedding rows.
 
-    torch's ``RowwiseParallel`` is not used, as its backward pass creates the gradient of all rows on every rank.
+    The backward pass of torch's ``RowwiseParallel`` would create the gradient of all rows on every rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -219,7 +219,7 @@ class _Vocabulary(ColwiseParallel):
 
 
 class _LossOverVocabulary(ParallelStyle):
-    """The style of a loss over a cut vocabulary, computed from local tensors."""
+    """The style of a loss over a split vocabulary, computed from local tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, LinearCrossEntropy)
@@ -244,7 +244,7 @@ def _over_ranks(tensor: Tensor, mesh: DeviceMesh, reduction: str) -> Tensor:
 
 
 def _redistributed(local: Tensor, mesh: DeviceMesh, here: Placement, wanted: Placement) -> DTensor:
-    """Redistribute a local tensor with placement ``here`` to the placement ``wanted``."""
+    """Redistribute a local tensor from placement ``here`` to ``wanted``."""
     return DTensor.from_local(local, mesh, [here], run_check=False).redistribute(mesh, [wanted])
 
 
@@ -287,7 +287,7 @@ def _local_part(weight: Tensor, of_gradient: Placement) -> Tensor:
 
 
 def _tie(module: nn.Module, same: Mapping[nn.Parameter, list[str]]) -> None:
-    """Tie parameters again that were one: each module got its own DTensor."""
+    """Tie parameters again: each module got its own DTensor."""
     spread = dict(module.named_parameters(remove_duplicate=False))
     for first, *others in same.values():
         for other in others:

@@ -1,4 +1,4 @@
-"""fp32 gradients of weights for modules that compute with narrow copies: no rounding, and no separate cast."""
+"""fp32 weight gradients for modules that compute with narrow copies: no rounding, and no separate cast."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ptdbench.models.linear_cross_entropy import master_of, product
 def enable_wide_gradients(module: nn.Module) -> None:
     """Let linear layers, embeddings and norms write weight gradients in the dtype of the weights.
 
-    Modules that :class:`ptdbench.parallel.precision.Copies` has given copies compute with these as before, but pass
-    gradients directly to the weights. Linear layers and embeddings always do: products are written in fp32 if the
-    device supports it, and rows are summed in fp32. Norms do if they are compiled, which fuses the cast; in eager mode
-    many gradients are cast in one operation. A compiled norm's output is also recomputed in the backward pass, whose
-    kernels read its input anyway: this saves an eighth of a GPT block's activations, for 1 % of a step's bytes.
+    Modules compute with their copies (:class:`ptdbench.parallel.precision.Copies`), but pass gradients directly to the
+    weights. Linear layers and embeddings always do: products are written in fp32 if the device supports it, and rows
+    are summed in fp32. Norms do if compiled, which fuses the cast; in eager mode many gradients are cast in one
+    operation. A compiled norm's output is also recomputed in the backward pass, whose kernels read its input anyway:
+    this saves an eighth of a GPT block's activations, for 1 % of a step's bytes.
 
     A linear layer computes all its gradients at once, so schedules that split the backward pass cannot use it.
-    Subclasses and layers with a replaced ``forward`` stay as they are, and so do layers whose weights tensor
-    parallelism divides: DTensors have no products in fp32.
+    Subclasses, layers with a replaced ``forward`` and tensor-parallel layers stay as they are: DTensors have no
+    products in fp32.
     """
     for part in module.modules():
         divided = any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False))
@@ -152,8 +152,8 @@ def _norm(
 def _sum_over_tokens(grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of ``[..., outputs]`` over all but the last dimension, in ``dtype``.
 
-    Inductor fuses a sum over the tokens of each sequence into the kernel that computes the gradient of an activation
-    function, as after the layer that widens a block. What narrows it is summed along with the next norm's gradients.
+    After the layer that widens a block, Inductor fuses a sum over the tokens of each sequence into the kernel of the
+    activation function's gradient; after the layer that narrows it, the sum is fused with the next norm's gradients.
     """
     outputs, inputs = weight.shape
     if torch.compiler.is_compiling() and outputs > inputs and grad.dim() > 2:

@@ -1,9 +1,9 @@
-"""ZeRO-1: shards the optimizer state over replicas; each replica sends the weights that it has updated to the others.
+"""ZeRO-1: shards the optimizer state over replicas; each replica broadcasts the weights that it updates.
 
-This is not torch's ``ZeroRedundancyOptimizer``, whose state belongs to an inner optimizer with separate parameter
-groups, and must be gathered on one rank to be saved. Here the optimizer keeps the parameter groups, gradients and names
-of all weights, but each replica only holds the state of its part. Clipping, loss scaling, schedules, weight averages
-and checkpoints therefore work as without ZeRO-1, and a checkpoint can be resumed under any layout.
+torch's ``ZeroRedundancyOptimizer`` keeps its state in an inner optimizer with separate parameter groups, and gathers it
+on one rank to save it. Here the optimizer keeps the parameter groups, gradients and names of all weights, but each
+replica holds only the state of its part. Clipping, loss scaling, schedules, weight averages and checkpoints therefore
+work as without ZeRO-1, and a checkpoint can be resumed under any layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Zero1:
         self._group = group
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer of all weights update only this replica's part, and receive the others after each step."""
+        """Let an optimizer of all weights update only this replica's part, and receive the rest after each step."""
         for weight in self._others:
             optimizer.state.pop(weight, None)  # some optimizers create state before the first step
         optimizer.register_step_pre_hook(self._before_step)
@@ -38,14 +38,14 @@ class Zero1:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Send this replica's part of the weights to the others, and receive theirs; called in all replicas."""
+        """Broadcast this replica's part of the weights, and receive the other parts; called in all replicas."""
         for owner in range(dist.get_world_size(self._group)):
             weights = [weight.detach() for weight, its in self._owners.items() if its == owner]
             if weights:  # coalesced into few messages, as DDP itself broadcasts weights
                 dist._broadcast_coalesced(self._group, weights, _MESSAGE, owner)
 
     def _before_step(self, *_: Any) -> None:
-        """Drop the gradients of other replicas' weights: an optimizer skips those, and creates no state for them."""
+        """Drop the gradients of other replicas' weights: an optimizer skips these, and creates no state for them."""
         for weight in self._others:
             weight.grad = None
 

@@ -1,6 +1,6 @@
-"""Classes of ranks that behave alike: one rank of each class is run, and stands for the others.
+"""Classes of ranks that do identical work: one rank of each class runs, and represents the others.
 
-If there are more classes than cores, their ranks are run in groups; :func:`merged` combines the records.
+If there are more classes than cores, their ranks run in groups; :func:`merged` combines the records.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from torch import nn
 from ptdbench.models.protocol import module_of
 from ptdbench.optim.groups import rules
 from ptdbench.parallel.footprint import modules_of_ranks
-from ptdbench.parallel.tensor import cut_dimensions
+from ptdbench.parallel.tensor import split_dimensions
 from ptdbench.parallel.zero import assign_owners
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records.schema import Memory, Record
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.training import virtual_account
 
-#: All stages of pipelines up to this length are run; of longer ones, the first, the last two, and one of each kind
-#: between.
+#: All stages of pipelines up to this length run; of longer ones the first, the last two, and one of each kind between.
 _ALL_STAGES = 4
 
 
 def classes(training: TrainingSpec) -> dict[int, int]:
-    """Return one rank of each class, in ascending order, with the number of ranks that it stands for, itself included.
+    """Return one rank of each class, in ascending order, with the number of ranks that it represents, itself included.
 
-    Copies of a shard, and tensor-parallel ranks, behave alike. Every stage is a class. In a long pipeline, a stage
-    stands for later ones with weights of the same shapes, as these have no more micro-batches in flight. If a weight
-    cannot be sharded evenly, its last shard is smaller than the first. If replicas, and ranks that share a sequence,
-    divide the optimizer state, those with the state of weights of the same shapes are one class.
+    Replicas of a shard, and tensor-parallel ranks, do identical work. Every stage is a class; in a long pipeline one
+    represents later ones with weights of the same shapes, which have no more micro-batches in flight. If a weight
+    cannot be sharded evenly, its last shard is smaller. If the optimizer state is sharded over replicas, those with
+    the state of weights of the same shapes are one class.
     """
     dims = training.layout.dims
     held = modules_of_ranks(training.model, training.strategy.stage_ranks(dims))
@@ -50,19 +49,19 @@ def classes(training: TrainingSpec) -> dict[int, int]:
 def _places(training: TrainingSpec, held: Sequence[nn.Module]) -> list[tuple[dict[str, int], int]]:
     """Return the places of a stage's ranks that differ, each with the relative number of ranks like it."""
     dims, strategy = training.layout.dims, training.strategy
-    if strategy.shards(dims) and _is_uneven(training):  # the last shard of each copy differs from all others
+    if strategy.shards(dims) and _is_uneven(training):  # the last shard of each replica differs from all others
         last = {name: getattr(dims, name) - 1 for name in dims.order("weights")}
         return [({}, dims.shards - 1), (last, 1)]
     if strategy.replicates(dims) and strategy.optimizer == "zero1":
         names, rules_of = dims.order("samples", "positions"), rules(module_of(training.model))
         places = [*product(*(range(getattr(dims, name)) for name in names))]
-        owned = [Counter[Any]() for _ in places]
+        states = [Counter[Any]() for _ in places]
         for module in held:
             trained = [weight for weight in module.parameters() if weight.requires_grad]
-            owners = assign_owners([weight.numel() for weight in trained], len(owned))
+            owners = assign_owners([weight.numel() for weight in trained], len(states))
             for owner, weight in zip(owners, trained, strict=True):
-                owned[owner][rules_of[weight], weight.shape, weight.dtype] += 1
-        alike = Counter(owned.index(state) for state in owned)
+                states[owner][rules_of[weight], weight.shape, weight.dtype] += 1
+        alike = Counter(states.index(state) for state in states)
         return [(dict(zip(names, places[owner], strict=True)), count) for owner, count in alike.items()]
     return [({}, 1)]
 
@@ -76,7 +75,7 @@ def rank_at(training: TrainingSpec, place: dict[str, int]) -> int:
 
 
 def _stages(held: Sequence[Sequence[nn.Module]]) -> dict[int, int]:
-    """Return the pipeline stages to run, and how many stages each stands for; ``held`` are the modules of each."""
+    """Return the pipeline stages to run, and how many stages each represents; ``held``: the modules of each."""
     count = len(held)
     if count <= _ALL_STAGES:
         return dict.fromkeys(range(count), 1)
@@ -86,15 +85,15 @@ def _stages(held: Sequence[Sequence[nn.Module]]) -> dict[int, int]:
 
 
 def _is_uneven(training: TrainingSpec) -> bool:
-    """Return whether some weight cannot be cut into equal shards."""
+    """Return whether some weight cannot be split into equal shards."""
     dims, weights = training.layout.dims, module_of(training.model).parameters()
-    dimensions = cut_dimensions(training.model) if dims.tensor > 1 else {}
+    dimensions = split_dimensions(training.model) if dims.tensor > 1 else {}
     firsts = ((weight.shape[0] if weight.dim() else 1, dimensions.get(weight) == 0) for weight in weights)
-    return any((first // dims.tensor if is_cut else first) % dims.shards for first, is_cut in firsts)
+    return any((first // dims.tensor if is_split else first) % dims.shards for first, is_split in firsts)
 
 
 def merged(records: Sequence[Record], stands_for: Mapping[int, int]) -> Record:
-    """Combine records of different ranks, in ascending order; ``stands_for``: how many ranks each rank stands for."""
+    """Combine records of different ranks, in ascending order; ``stands_for``: how many ranks each represents."""
     accounts = [record.virtual for record in records if record.virtual]
     memories = [record.memory for record in records if record.memory and record.memory.ranks]
     metrics = [record.metrics for record in records if record.metrics]

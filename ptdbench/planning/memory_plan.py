@@ -1,4 +1,4 @@
-"""The memory that a run will need, and the largest micro-batch that fits, found by running it on virtual GPUs."""
+"""The memory that a run will need, and the largest micro-batch that fits, by running it on virtual GPUs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
-from ptdbench.parallel.footprint import Footprint, footprints
+from ptdbench.parallel.footprint import StateBytes, footprints
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.planning.classes import classes, merged
 from ptdbench.planning.search import Search
 from ptdbench.planning.tries import (
-    CarryOut,
+    Execute,
     held,
     layouts,
     missing_sample_bytes,
@@ -42,28 +42,28 @@ from ptdbench.setup.config import Config
 from ptdbench.setup.run_spec import RunSpec
 from ptdbench.units import gib_text
 
-#: Allocatable bytes while needs are determined: generous, so that a run that does not fit still reports its need.
+#: Allocatable bytes while needs are determined, so that a run that does not fit still reports its need.
 _ROOMY = 1 << 40
 
-#: A global batch that every layout can divide, to determine degrees if no batch is given.
+#: A global batch that every layout can split, to determine degrees if no batch is given.
 _ANY_BATCH = 2**10 * 3**2 * 5 * 7
 
-#: Tries before a line proposes, as multiples of the smallest: here, a try that does not fit reports its need, too.
+#: Tries before a line proposes, as multiples of the smallest: here even a try that does not fit reports its need.
 _POINTS = (8, 32)
 
 #: Sources of the figures for memory outside torch's allocator.
 _SOURCES = {
-    "CUDA context": "conf/virtual: an estimate, drivers differ",
-    "NCCL": "an estimate, by NCCL's documented size of its buffers",
-    "samples": "exact: of the passes of a step that were not carried out",
+    "CUDA context": "estimate of conf/virtual; drivers differ",
+    "NCCL": "estimate from NCCL's documented buffer sizes",
+    "samples": "exact: the samples of the passes of a step that were not run",
 }
 
-#: Fields of the record of a virtual run that its plan has too.
+#: Fields of a virtual run's record that its plan has too.
 _OF_RUN = ("environment", "virtual", "memory", "metrics", "parameters", "tokens_per_sample", "world_size")
 
 
 class Failed(Exception):
-    """A run on virtual GPUs failed for a reason other than GPU memory."""
+    """A run on virtual GPUs that failed for a reason other than GPU memory."""
 
     def __init__(self, record: schema.Written) -> None:
         super().__init__(schema.error(record).message)
@@ -71,13 +71,13 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """A configuration to plan for."""
 
     config: Config  #: The configuration.
-    is_free: bool  #: Whether no global batch was given, so that ``train.micro_batch=max`` is not bound by one.
+    is_free: bool  #: Whether no global batch was given, which would limit ``train.micro_batch=max``.
     title: str  #: Its title in the display.
-    carry_out: CarryOut  #: :func:`ptdbench.run.door.run`.
+    execute: Execute  #: :func:`ptdbench.run.door.run`.
     cores: int = 1  #: Number of ranks to run at once.
 
     @property
@@ -86,25 +86,25 @@ class Asked:
         return self.is_free and needs_search(self.config)
 
 
-def plan(asked: Asked) -> dict[str, Any]:
+def plan(request: PlanRequest) -> dict[str, Any]:
     """Return the record fields of a plan, in JSON types.
 
     Raises:
         ConfigError: The run's configuration is invalid.
         Failed: The run fails on virtual GPUs for a reason other than their memory.
     """
-    name = asked.config.call("workload").name
-    require(None if name == "train" else Problem("workload", name, "only training is planned", "omit it"))
-    short = asked.config.changed(try_options(asked.config, 2) | {"memory_reserve": None})
-    spec = run_spec.specify(_with_any_batch(short) if asked.sets_batch else short, None)
+    name = request.config.call("workload").name
+    require(None if name == "train" else Problem("workload", name, "only training can be planned", "omit it"))
+    short = request.config.changed(try_options(request.config, 2) | {"memory_reserve": None})
+    spec = run_spec.specify(_with_any_batch(short) if request.sets_batch else short, None)
     assert spec.training
-    if (lacking := _lacking(short, spec)) is not None:
-        return strict(_state_only(asked, spec, lacking))
-    return strict(_Virtual(asked, short, spec).fields())
+    if (obstacle := _obstacle(short, spec)) is not None:
+        return strict(_state_only(request, spec, obstacle))
+    return strict(_Virtual(request, short, spec).fields())
 
 
 def _with_any_batch(config: Config) -> Config:
-    """Return the configuration with a global batch that its ranks and micro-batches can divide, to find the degrees."""
+    """Return the configuration with a global batch that its ranks and micro-batches divide, to find the degrees."""
     options = config.call("parallel").options
     degrees = (options.get(name) for name in (*Dims.rows(), "microbatches"))
     counts = (config.cluster.nodes, config.cluster.ranks_per_node, *degrees)
@@ -112,78 +112,78 @@ def _with_any_batch(config: Config) -> Config:
     return config.changed({"train.global_batch": math.prod([_ANY_BATCH, *given])})
 
 
-def _lacking(config: Config, spec: RunSpec) -> str | None:
-    """Return why the run cannot be carried out on virtual GPUs here; ``None`` if it can."""
+def _obstacle(config: Config, spec: RunSpec) -> str | None:
+    """Return why the run cannot be executed on virtual GPUs here; ``None`` if it can."""
     assert spec.training
     if spec.virtual is None:
-        return "the rest is known of virtual GPUs, as with virtual=h100"
+        return "the rest needs virtual GPUs, such as virtual=h100"
     try:
         run_spec.place(config, spec.world_size)
-    except ConfigError as lack:
-        return str(lack)
+    except ConfigError as error:
+        return str(error)
     if not spec.is_on_host:
         return None
     needed, available = max(state.total for state in spec.training.footprints()), host_memory().available
     if needed <= available:
         return None
-    offload = f"offload={spec.config.general.offload} keeps {gib_text(needed)} of a rank in host memory"
-    return f"{offload}, and this machine has {gib_text(available)} to carry one out"
+    offload = f"offload={spec.config.general.offload} keeps {gib_text(needed)} per rank in host memory"
+    return f"{offload}, but this machine has {gib_text(available)} to run one"
 
 
-def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, object]:
+def _state_only(request: PlanRequest, spec: RunSpec, reason: str) -> dict[str, object]:
     training = spec.training
     assert training
-    layout = next(iter(layouts(training, is_free=True).values())) if asked.sets_batch else training.layout
-    reserve = asked.config.general.memory_reserve or 0.0
+    layout = next(iter(layouts(training, is_free=True).values())) if request.sets_batch else training.layout
+    reserve = request.config.general.memory_reserve or 0.0
     room = run_spec.memory(spec, reserve, spec.world_size, 0, running=False)
     state = training.footprints()
     stages = [training.layout.dims.stage(rank) for rank in range(min(room.ranks, spec.world_size))]
     needs = sum(state[stage].total for stage in stages) if room.ranks > 1 else max(of_rank.total for of_rank in state)
     planned = Plan(state=_recorded(state), needed_bytes=needs, reason=reason)
-    lack = ""
+    shortfall = ""
     if not (spec.virtual and spec.is_on_host):  # the memory of these GPUs' hosts is unknown
         planned.capacity_bytes, planned.capacity_of, planned.room_bytes = room.size, room.origin, room.size
         if needs > room.size:
             planned.fits = False
-            lack = f"weights, gradients and optimizer state take {gib_text(needs)}, and {room.owner} has "
-            lack += f"{gib_text(room.size)}; {checks.remedy(training, room)}"
-    return {**spec.summary.fields, **_as_planned(layout, planned, lack)}
+            shortfall = f"weights, gradients and optimizer state take {gib_text(needs)}, but {room.owner} has "
+            shortfall += f"{gib_text(room.size)}; {checks.remedy(training, room)}"
+    return {**spec.summary.fields, **_as_planned(layout, planned, shortfall)}
 
 
-def _recorded(state: Sequence[Footprint]) -> list[schema.Footprint]:
+def _recorded(state: Sequence[StateBytes]) -> list[schema.Footprint]:
     return [schema.Footprint(of_rank.weights, of_rank.gradients, of_rank.optimizer) for of_rank in state]
 
 
-def _as_planned(layout: BatchPlan, planned: Plan, lack: str) -> dict[str, object]:
-    """Return the fields of every plan; ``lack`` says why it does not fit, and is empty if it does."""
+def _as_planned(layout: BatchPlan, planned: Plan, shortfall: str) -> dict[str, object]:
+    """Return the fields of every plan; ``shortfall``: why it does not fit, or empty if it does."""
     fields = {"layout": layout.as_dict(), "global_batch": layout.global_batch, "kind": "planned", "plan": planned}
-    if not lack:
+    if not shortfall:
         return fields | {"status": "ok", "error": None}
-    return fields | {"status": "oom", "error": schema.NO_ERROR | {"type": "DoesNotFit", "message": lack}}
+    return fields | {"status": "oom", "error": schema.NO_ERROR | {"type": "DoesNotFit", "message": shortfall}}
 
 
 class _Virtual:
     """A run that is planned on virtual GPUs."""
 
-    def __init__(self, asked: Asked, short: Config, spec: RunSpec) -> None:
+    def __init__(self, request: PlanRequest, short: Config, spec: RunSpec) -> None:
         assert spec.training and spec.virtual  # noqa: PT018 - one fact
-        self._asked, self._short, self._spec = asked, short, spec
+        self._request, self._short, self._spec = request, short, spec
         self._training, self._gpu = spec.training, spec.virtual.gpu
-        self._reserve = asked.config.general.memory_reserve or 0.0
+        self._reserve = request.config.general.memory_reserve or 0.0
         self._classes = dict.fromkeys(spec.virtual.ranks, 1) if spec.virtual.ranks else classes(spec.training)
         self._room = int(self._gpu.memory * (1 - self._reserve))
         self._state = spec.training.footprints()  # before anything runs, as this raises for some optimizers
         self._on_gpu = 0 if spec.is_on_host else max(state.total for state in self._state)
         self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": spec.nccl_bytes} if spec.nccl_bytes else {})
-        self._layouts = layouts(spec.training, is_free=asked.sets_batch)
+        self._layouts = layouts(spec.training, is_free=request.sets_batch)
         self._held = held(spec.training, self._layouts)
         self._records: dict[int, Record] = {}
 
     def fields(self) -> dict[str, object]:
-        """Run the micro-batch that was requested or fits, and search for the largest one."""
+        """Run the requested micro-batch, or one that fits, and search for the largest."""
         candidates, attempt = list(self._layouts), partial(self._tried, profiled=False)
         search = Search(candidates, self._room, attempt, points=_POINTS, held=self._held)
-        if needs_search(self._asked.config):
+        if needs_search(self._request.config):
             shown = search.largest() or candidates[0]
         else:
             shown = self._training.layout.micro_batch
@@ -194,7 +194,7 @@ class _Virtual:
         return self._planned(shown, search)
 
     def _tried(self, micro_batch: int, profiled: bool) -> Try:
-        """Run a micro-batch with ample memory; if that leaves it open whether it fits, again with the real limit."""
+        """Run a micro-batch with ample memory; if it is still unclear whether it fits, again with the real limit."""
         started = time.monotonic()
         record = self._run(micro_batch, max(self._room, _ROOMY), profiled)
         self._records[micro_batch] = record
@@ -203,43 +203,43 @@ class _Virtual:
         allocated, needed = (self._most(micro_batch, of) for of in (account.allocated_bytes, account.reserved_bytes))
         fits = needed <= self._room
         if not fits and allocated <= self._room:  # torch frees its cache before it reports out of memory
-            beside = sum(self._beside(micro_batch).values()) - self._gpu.context  # the virtual GPU itself counts it
-            close = self._run(micro_batch, self._room - beside, profiled)
-            if fits := close.virtual is not None:
-                self._records[micro_batch], needed = close, self._most(micro_batch, close.virtual.reserved_bytes)
+            outside = sum(self._outside_allocator(micro_batch).values()) - self._gpu.context  # which the GPU counts
+            limited = self._run(micro_batch, self._room - outside, profiled)
+            if fits := limited.virtual is not None:
+                self._records[micro_batch], needed = limited, self._most(micro_batch, limited.virtual.reserved_bytes)
         return Try(micro_batch, "ok" if fits else "oom", needed, fits, time.monotonic() - started)
 
     def _most(self, micro_batch: int, of_ranks: Sequence[int] | None) -> int:
-        return max(of_ranks or (0,)) + sum(self._beside(micro_batch).values())
+        return max(of_ranks or (0,)) + sum(self._outside_allocator(micro_batch).values())
 
-    def _beside(self, micro_batch: int) -> dict[str, int]:
-        """Return the memory outside torch's allocator, and that of samples missing from the stand-in step."""
+    def _outside_allocator(self, micro_batch: int) -> dict[str, int]:
+        """Return the bytes outside torch's allocator, and of samples missing from the stand-in step."""
         samples = missing_sample_bytes(self._training, self._layouts[micro_batch])
         return self._outside | ({"samples": samples} if samples else {})
 
     def _run(self, micro_batch: int, allocatable: int, profiled: bool) -> Record:
         """Return the record of one micro-batch, run on a rank of each class, as many at once as there are cores.
 
-        It has no account of virtual GPUs if these were out of memory.
+        It has no account of virtual GPUs if they were out of memory.
         """
-        carried = stand_in(self._training, self._layouts[micro_batch])
+        step = stand_in(self._training, self._layouts[micro_batch])
         ranks, records = list(self._classes), list[Record]()
-        cores = 1 if profiled else self._asked.cores  # the profiler's events of a large model take half a gigabyte
+        cores = 1 if profiled else self._request.cores  # the profiler's events of a large model take half a gigabyte
         for start in range(0, len(ranks), cores):
             config = self._short.changed(
                 {
                     "train.micro_batch": micro_batch,
-                    "train.global_batch": carried.global_batch,
+                    "train.global_batch": step.global_batch,
                     "profile.steps": int(profiled),
                     "virtual.ranks": ranks[start : start + cores],
                     "virtual.gpu.allocatable": allocatable,
                 }
             )
-            fields = {**self._spec.summary.fields, "layout": carried.as_dict()}
+            fields = {**self._spec.summary.fields, "layout": step.as_dict()}
             with tempfile.TemporaryDirectory(prefix="ptdbench-plan-") as folder:
                 open_try(Path(folder), config, fields)
-                with headed(Heading(f"{self._asked.title} · micro-batch {micro_batch}")):
-                    self._asked.carry_out(Path(folder))
+                with headed(Heading(f"{self._request.title} · micro-batch {micro_batch}")):
+                    self._request.execute(Path(folder))
                 written = store.load_record(Path(folder))
             is_out_of_memory = written["status"] == "oom" and failure.is_of_gpu(schema.error(written))
             if written["status"] != "ok" and not is_out_of_memory:
@@ -251,14 +251,14 @@ class _Virtual:
 
     def _planned(self, shown: int, search: Search) -> dict[str, object]:
         """Return the fields of a plan; its micro-batch was run, unless it exceeds even the roomy limit."""
-        record, layout, beside = self._records[shown], self._layouts[shown], self._beside(shown)
+        record, layout, outside = self._records[shown], self._layouts[shown], self._outside_allocator(shown)
         planned = Plan(
             capacity_bytes=self._gpu.memory,
             capacity_of=f"virtual {self._gpu.name}",
             room_bytes=self._room,
             state=_recorded(self._state),
-            outside=beside,
-            sources={name: _SOURCES[name] for name in beside},
+            outside=outside,
+            sources={name: _SOURCES[name] for name in outside},
             largest_micro_batch=search.best or 0,
             tries=search.tries,
             fits=next((attempt.fits for attempt in reversed(search.tries) if attempt.micro_batch == shown), False),
@@ -275,62 +275,64 @@ class _Virtual:
             fields = {name: getattr(record, name) for name in _OF_RUN}
         elif sum(attempt.needed_bytes is not None for attempt in search.tries) > 1:
             planned.needed_bytes = int(search.predicted(shown))
-        lack = "" if planned.fits else self._lack(shown, planned.needed_bytes, search)
-        return {**fields, **_as_planned(layout, planned, lack)}
+        shortfall = "" if planned.fits else self._shortfall(shown, planned.needed_bytes, search)
+        return {**fields, **_as_planned(layout, planned, shortfall)}
 
-    def _lack(self, shown: int, needed: int | None, search: Search) -> str:
+    def _shortfall(self, shown: int, needed: int | None, search: Search) -> str:
         """Return the message about what does not fit, and what would."""
-        margin = f"memory_reserve={self._reserve:g}"
-        has = f"a GPU has {gib_text(self._gpu.memory)}, {gib_text(self._room)} without {margin}"
+        left = f"memory_reserve={self._reserve:g} leaves {gib_text(self._room)}"
+        has = f"a GPU has {gib_text(self._gpu.memory)}, and {left}"
         needs = gib_text(needed) if needed else f"more than {gib_text(self._gpu.memory // 8 * 9)}"
-        rule = f"micro-batch {shown} needs {needs}, and {has}"
+        rule = f"micro-batch {shown} needs {needs}, but {has}"
         if search.best:
             return f"{rule}; train.micro_batch={search.best} fits"
         smallest = min(search.tries, key=lambda attempt: attempt.micro_batch)
         size, needed = smallest.micro_batch, smallest.needed_bytes
         if needed is None:
             return f"{rule}; none fits"
-        # Beside the state if that is sharded: FSDP gathers weights, and a pipeline keeps whole gradients of its stage.
+        # On top of sharded state, FSDP gathers weights, and a pipeline keeps the unsharded gradients of its stage.
         rest = needed - self._held.get(size, 0) - self._on_gpu
         if not self._training.strategy.gathers_weights(dims := self._training.layout.dims):
             rest += self._gathered() + (dims.pipeline > 1) * max(state.gradients for state in self._state)
         if rest >= self._room:
-            return f"{rule}; none fits: beside the training state, {size} needs {gib_text(rest)}{self._else()}"
-        return f"{rule}; none fits; micro-batch {size} would {self._where(size, self._room - rest)}"
+            return (
+                f"{rule}; none fits: micro-batch {size} needs {gib_text(rest)} besides the training state{self._else()}"
+            )
+        return f"{rule}; none fits; micro-batch {size} would {self._conditions(size, self._room - rest)}"
 
-    def _where(self, size: int, free: int) -> str:
+    def _conditions(self, size: int, free: int) -> str:
         """Say over how many GPUs, and with which options, a micro-batch fits that leaves ``free`` bytes for state."""
-        training, how, batch = self._training, self._training.strategy, self._layouts[size].global_batch
-        dims, said = training.layout.dims, []
-        (whole,) = footprints(training.model, training.optimizer, average=self._asked.config.train.ema is not None)
+        training, strategy, batch = self._training, self._training.strategy, self._layouts[size].global_batch
+        dims, conditions = training.layout.dims, []
+        (whole,) = footprints(training.model, training.optimizer, average=self._request.config.train.ema is not None)
         gpus = dims.world_size
-        if self._on_gpu > free or not how.gathers_weights(dims):
+        if self._on_gpu > free or not strategy.gathers_weights(dims):
             gpus = math.ceil(whole.total / free)
-            said.append(f"if weights and optimizer state were sharded over about {gpus:,} GPUs")
+            conditions.append(f"if weights and optimizer state were sharded over about {gpus:,} GPUs")
         replicas = max(1, gpus * dims.batch // dims.world_size)
         options = []
-        if batch > replicas * size and not (self._asked.sets_batch or how.applies("pipeline", dims)):
-            options += ["parallel.reduce_scatter_each_microbatch=true"] * (not how.reduce_scatter_each_microbatch)
-            options += ["parallel.reshard_between_microbatches=true"] * (how.reshard_between_microbatches is False)
-        if batch < replicas * size and not self._asked.sets_batch:
+        if batch > replicas * size and not (self._request.sets_batch or strategy.applies("pipeline", dims)):
+            options += ["parallel.reduce_scatter_each_microbatch=true"] * (not strategy.reduce_scatter_each_microbatch)
+            options += ["parallel.reshard_between_microbatches=true"] * (strategy.reshard_between_microbatches is False)
+        if batch < replicas * size and not self._request.sets_batch:
             options.append(f"train.global_batch={replicas * size}")
-        return ", ".join([*said, *([f"with {' and '.join(options)}"] if options else [])])
+        return ", ".join([*conditions, *([f"with {' and '.join(options)}"] if options else [])])
 
     def _gathered(self) -> int:
-        """Return the bytes that FSDP gathers at a time, two layers and the weights outside, and reduces, one layer."""
+        """Return the bytes that FSDP holds at a time: two gathered layers, the weights outside, and one reduction."""
         model = self._training.model
         sizes = [parameter_count(layer) for layer in model.layers()]
         most = max(sizes, default=0)
         count = parameter_count(module_of(model)) - sum(sizes) + 2 * most
-        return count * DTYPES[self._asked.config.general.precision].itemsize + 4 * most
+        return count * DTYPES[self._request.config.general.precision].itemsize + 4 * most
 
     def _else(self) -> str:
-        """Suggest options that reduce the memory beside the training state, which the smallest micro-batch exceeds."""
-        config, how, words = self._asked.config, self._training.strategy, []
+        """Suggest options that reduce memory other than the training state, if no micro-batch fits."""
+        config, words = self._request.config, []
         smallest = next(iter(self._layouts.values()))
         if (dims := smallest.dims).replicate * dims.shard == dims.world_size and dims.replicate > 1:
             words.append("parallel=fsdp")
-        if how.accumulates_whole(smallest):
+        if self._training.strategy.accumulates_whole(smallest):
             words.append("parallel.reduce_scatter_each_microbatch=true")
         if config.call("activations").name == "keep":
             words.append("activations=recompute")

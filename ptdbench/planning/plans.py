@@ -36,12 +36,12 @@ from ptdbench.terminal import echo, plural
 from ptdbench.units import span_text
 
 if TYPE_CHECKING:
-    from ptdbench.planning.tries import CarryOut
+    from ptdbench.planning.tries import Execute
 
 #: The folder of plans in the cache.
 _KIND = "plans"
 
-#: Packages whose installations a plan depends on.
+#: Packages whose installation a plan depends on.
 _PACKAGES = ("torch", "numpy", "torchvision", "torchao", "triton")
 
 #: Maximum number of files below the folders that options name, or in a package; plans that read more are not cached.
@@ -61,7 +61,7 @@ class Planned:
     directory: Path  #: The folder with a directory for each record.
     records: Sequence[Mapping[str, Any]]  #: The records, in the order of the command line.
     cached: int  #: How many of them were planned earlier.
-    stopped: local.Stopped | None  #: The signal because of which the remaining ones are missing, if any.
+    stopped: local.Stopped | None  #: The signal that stopped planning before the remaining ones, if any.
 
 
 def composed(overrides: Sequence[str], source: Source | None = None) -> Composed:
@@ -70,24 +70,24 @@ def composed(overrides: Sequence[str], source: Source | None = None) -> Composed
     Raises:
         ConfigError: The command line is invalid, or cannot be planned.
     """
-    found = compose.compose_all(overrides, True, source)
-    cluster = found.configs[0].cluster
+    result = compose.compose_all(overrides, True, source)
+    cluster = result.configs[0].cluster
     if isinstance(cluster, Slurm):
         return composed(_without_jobs(overrides, cluster), source)
     problems = ErrorCollector()
-    for read in found.configs:
-        problems.catch(choices.virtual, read)
+    for config in result.configs:
+        problems.catch(choices.virtual, config)
     problems.close()
     require(
-        *hydra_options.unresolved(found),
-        Problem(commandline.SWEEPER, found.sweeper, "a plan is of layouts that are known", "give lists of values")
-        if found.searches
+        *hydra_options.unresolved(result),
+        Problem(commandline.SWEEPER, result.sweeper, "a plan needs fixed layouts, not a search", "give lists of values")
+        if result.searches
         else None,
     )
     if not any(word.startswith("hydra.sweep.dir=") for word in overrides):
-        with read_write(found.hydra), open_dict(found.hydra):
-            found.hydra.sweep.dir = str(found.hydra.sweep.dir).removesuffix("_sweep") + "_plan"
-    return found
+        with read_write(result.hydra), open_dict(result.hydra):
+            result.hydra.sweep.dir = str(result.hydra.sweep.dir).removesuffix("_sweep") + "_plan"
+    return result
 
 
 def _without_jobs(overrides: Sequence[str], cluster: Slurm) -> list[str]:
@@ -100,7 +100,7 @@ def _without_jobs(overrides: Sequence[str], cluster: Slurm) -> list[str]:
     return ["cluster=local", *kept, *(f"{name}={value}" for name, value in shape.items() if name not in typed)]
 
 
-def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, carry_out: CarryOut) -> Planned:
+def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, execute: Execute) -> Planned:
     """Plan each configuration, and write the records.
 
     Args:
@@ -108,7 +108,7 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
         overrides: The overrides that they were composed from.
         again: Ignore cached plans.
         prepare: :func:`ptdbench.entry.prepare_ranks` or a substitute; called in each process that plans.
-        carry_out: :func:`ptdbench.run.door.run` or a substitute.
+        execute: :func:`ptdbench.run.door.run` or a substitute.
 
     Raises:
         ConfigError: The directory cannot be written to.
@@ -116,17 +116,17 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
     is_free = {"train.global_batch", "experiment"}.isdisjoint(map(commandline.option, overrides))
     jobs = of.configs
     keys = [_key(job, is_free) for job in jobs]  # first: importing torch changes the environment, a part of the keys
-    found = [cache.look_up(_KIND, key).get("fields") if key and not again else None for key in keys]
-    lacking = [
-        _Lacking(job, is_free, f"[{number}/{len(jobs)}] {job.label}", key)
-        for number, (job, known, key) in enumerate(zip(jobs, found, keys, strict=True), 1)
-        if known is None
+    earlier = [cache.look_up(_KIND, key).get("fields") if key and not again else None for key in keys]
+    uncached = [
+        _Uncached(job, is_free, f"[{number}/{len(jobs)}] {job.label}", key)
+        for number, (job, cached, key) in enumerate(zip(jobs, earlier, keys, strict=True), 1)
+        if cached is None
     ]
     directory = hydra_output.claim(of, None)
     records, stopped = [], None
     try:
-        with closing(_paced(lacking, prepare, carry_out)) as made:
-            for run, cached in zip(runs.of(of, repeats=False), found, strict=True):
+        with closing(_paced(uncached, prepare, execute)) as made:
+            for run, cached in zip(runs.of(of, repeats=False), earlier, strict=True):
                 place = directory / run.subdirectory
                 draft = record.begin(run.config.resolved, place, {}, run.overrides)
                 planned = draft | {"kind": "planned", **(cached or next(made)), "directory": str(place)}
@@ -136,11 +136,11 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
                 records.append(strict(planned))
     except local.Stopped as signalled:
         stopped = signalled
-    return Planned(directory, records, sum(map(bool, found[: len(records)])), stopped)
+    return Planned(directory, records, sum(map(bool, earlier[: len(records)])), stopped)
 
 
 @dataclass(frozen=True)
-class _Lacking:
+class _Uncached:
     """A plan that is not cached."""
 
     config: Config
@@ -149,55 +149,55 @@ class _Lacking:
     key: dict[str, Any] | None  #: Its cache key; ``None`` if it cannot be cached.
 
 
-def _paced(lacking: Sequence[_Lacking], prepare: Prepare, carry_out: CarryOut) -> Generator[dict[str, Any]]:
+def _paced(uncached: Sequence[_Uncached], prepare: Prepare, execute: Execute) -> Generator[dict[str, Any]]:
     """Make plans and yield the fields of each; say what takes long, and how long the others will take at this pace."""
-    if compiled := sum(bool(one.config.general.compile) for one in lacking):
+    if compiled := sum(bool(plan.config.general.compile) for plan in uncached):
         what = f"{plural(compiled, 'row')} to compile, once for each micro-batch that is tried"
         echo(f"{what}: this takes most of the time", sys.stderr)
     began = time.monotonic()
-    with closing(_made(lacking, prepare, carry_out)) as made:
+    with closing(_made(uncached, prepare, execute)) as made:
         for number, fields in enumerate(made, 1):
-            if left := len(lacking) - number:
+            if left := len(uncached) - number:
                 spent = time.monotonic() - began
                 pace = f"about {span_text(spent / number * left)} to go at this pace"
-                echo(f"planned {number} of {len(lacking)} rows in {span_text(spent)}, {pace}", sys.stderr)
+                echo(f"planned {number} of {len(uncached)} rows in {span_text(spent)}, {pace}", sys.stderr)
             yield fields
 
 
-def _made(lacking: Sequence[_Lacking], prepare: Prepare, carry_out: CarryOut) -> Generator[dict[str, Any]]:
+def _made(uncached: Sequence[_Uncached], prepare: Prepare, execute: Execute) -> Generator[dict[str, Any]]:
     """Make plans, several at once in separate processes, and yield the fields of each.
 
-    As many ranks run at once as cores and memory allow: each has one thread.
+    As many ranks run at once, with one thread each, as cores and memory allow.
     """
     at_once = max(1, min(len(settings.own_cores()), host_memory().available // _BYTES))
-    processes = min(at_once, len(lacking))
-    rest = list(lacking)
+    processes = min(at_once, len(uncached))
+    rest = list(uncached)
     if processes <= 1:
-        prepare([one.config for one in lacking])
-        for one in lacking:
-            yield _fields(one, carry_out, at_once)
+        prepare([plan.config for plan in uncached])
+        for plan in uncached:
+            yield _fields(plan, execute, at_once)
         return
     while rest:
         try:
-            with closing(_in_pool([*rest], processes, prepare, carry_out, at_once // processes)) as made:
-                for found in made:
+            with closing(_in_pool([*rest], processes, prepare, execute, at_once // processes)) as made:
+                for fields in made:
                     del rest[0]
-                    yield found
+                    yield fields
         except BrokenProcessPool as ended:
             if processes == 1:  # the first remaining plan killed it
                 yield _failed(ended)
                 del rest[0]
-            processes = 1  # with several, it is unknown which plan killed the process, for example by lack of memory
+            processes = 1  # of several plans, it is unknown which killed the process, by lack of memory for example
 
 
 def _in_pool(
-    lacking: Sequence[_Lacking], processes: int, prepare: Prepare, carry_out: CarryOut, at_once: int
+    uncached: Sequence[_Uncached], processes: int, prepare: Prepare, execute: Execute, at_once: int
 ) -> Generator[dict[str, Any]]:
-    """Make plans in a pool of worker processes; raises BrokenProcessPool if one of them dies."""
+    """Make plans in a pool of worker processes; raise BrokenProcessPool if one of them dies."""
     context, others = get_context("spawn"), active_children()
-    pool = ProcessPoolExecutor(processes, context, _begin, (Path.cwd(), prepare, [one.config for one in lacking]))
+    pool = ProcessPoolExecutor(processes, context, _begin, (Path.cwd(), prepare, [plan.config for plan in uncached]))
     with search_path.safe():
-        futures = [pool.submit(_planned, one, carry_out, at_once) for one in lacking]
+        futures = [pool.submit(_planned, plan, execute, at_once) for plan in uncached]
     try:
         for future in futures:
             yield future.result()
@@ -217,33 +217,34 @@ def _begin(here: Path, prepare: Prepare, configs: Sequence[Config]) -> None:
     prepare(configs)
 
 
-def _planned(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
-    """Make a plan in a worker process, which exits when asked to stop: it would otherwise be given the next plan."""
+def _planned(plan: _Uncached, execute: Execute, cores: int) -> dict[str, Any]:
+    """Make a plan in a worker process, which exits on a signal, as it would otherwise get the next plan."""
     try:
         with local.stopping():
-            return _fields(one, carry_out, cores)
+            return _fields(plan, execute, cores)
     except local.Stopped:
         os._exit(1)
 
 
-def _fields(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
+def _fields(plan: _Uncached, execute: Execute, cores: int) -> dict[str, Any]:
     """Make and cache a plan; return its fields, or the failure."""
     from ptdbench.planning import memory_plan
 
     started = time.monotonic()
     try:
-        found = memory_plan.plan(memory_plan.Asked(one.config, one.is_free, one.title, carry_out, cores))
+        request = memory_plan.PlanRequest(plan.config, plan.is_free, plan.title, execute, cores)
+        fields = memory_plan.plan(request)
     except ConfigError as refused:
         return _failed(refused)
     except memory_plan.Failed as failed:
         status = failed.record["status"]  # "oom" means host memory, which says nothing about the GPU
         return {"status": "failed" if status == "oom" else status, "error": failed.record["error"]}
-    if one.key and found["plan"].get("reason") is None:
+    if plan.key and fields["plan"].get("reason") is None:
         try:
-            cache.keep(_KIND, one.key, {"fields": strict(found), "seconds": time.monotonic() - started})
+            cache.keep(_KIND, plan.key, {"fields": strict(fields), "seconds": time.monotonic() - started})
         except OSError as error:
-            echo(f"the plan is not kept for later: {error.strerror}", sys.stderr)
-    return found
+            echo(f"cannot cache the plan: {error.strerror}", sys.stderr)
+    return fields
 
 
 def _failed(error: Exception) -> dict[str, Any]:
@@ -252,17 +253,17 @@ def _failed(error: Exception) -> dict[str, Any]:
     return {"status": "failed", "error": failure.describe(error, rank=-1).as_error()}
 
 
-def _key(read: Config, is_free: bool) -> dict[str, Any] | None:
+def _key(config: Config, is_free: bool) -> dict[str, Any] | None:
     """Return the cache key: all that a plan on virtual GPUs depends on; ``None`` if that is unknown."""
-    if "virtual" not in read.resolved:
+    if "virtual" not in config.resolved:
         return None  # this machine's available memory changes
-    options = {name: value for name, value in read.resolved.items() if not affects(name, "nothing")}
-    calls = [one for one in _parts(options) if isinstance(one, Mapping) and "_target_" in one]
+    options = {name: value for name, value in config.resolved.items() if not affects(name, "nothing")}
+    calls = [part for part in _parts(options) if isinstance(part, Mapping) and "_target_" in part]
     named = {str(call["_target_"]).partition(".")[0] for call in calls} - {"ptdbench"}
     present = set(filter(util.find_spec, _PACKAGES))
     if any(map(_may_change, named | present)) or any(map(_loads_unseen, calls)):
         return None
-    first = (_places(name)[-1] for name in present)  # it is written anew by each installation
+    first = (_places(name)[-1] for name in present)  # each installation writes it anew
     stamps = {str(path): _stamp(path) for path in chain(first, _paths(options), *map(_places, named - present))}
     if None in stamps.values():
         return None
@@ -285,50 +286,50 @@ def _parts(options: Any) -> Iterator[Any]:
 
 def _paths(options: Any) -> list[Path]:
     """Return the files and folders that a configuration names."""
-    found = []
+    paths = []
     for part in _parts(options):
         with suppress(OSError, RuntimeError, ValueError):  # too long for a name, of nobody's home, with a null byte
             if isinstance(part, str) and part and (path := Path(part).expanduser()).exists():
-                found.append(path)
-    return found
+                paths.append(path)
+    return paths
 
 
 def _loads_unseen(call: Mapping[str, Any]) -> bool:
-    """Return whether a target reads what neither the options nor versions of packages tell: it may have changed."""
+    """Return whether a target reads what neither the options nor the packages identify, and may have changed."""
     target = str(call["_target_"])
     return target.startswith("torch.hub.") or (target.endswith(".from_pretrained") and not _paths(call))
 
 
 @once
 def _stamp(path: Path) -> str | None:
-    """Return a digest of the size and last change of a file, or of a folder's files; ``None`` if these are too many."""
-    found = sha256()
+    """Return a digest of the size and last change of a file, or of a folder's files; ``None`` if there are too many."""
+    digest = sha256()
     below = [path] if path.is_file() else [*islice(path.rglob("*"), _MOST_FILES + 1)]
     if len(below) > _MOST_FILES:
         return None
     for file in sorted(below):
         if file.is_file() and "__pycache__" not in file.parts:
-            known = file.stat()  # copying may keep the time of a modification, and never that of a change
-            found.update(f"{file} {known.st_size} {known.st_ctime_ns}\n".encode(errors="surrogateescape"))
-    return found.hexdigest()
+            stat = file.stat()  # copying may preserve the modification time, but never the change time
+            digest.update(f"{file} {stat.st_size} {stat.st_ctime_ns}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 @once
 def _places(package: str) -> list[Path]:
-    """Return where a package is, by its import name: a module, or the folders of a package and its first file."""
-    found = util.find_spec(package)
-    return [*map(Path, filter(None, [*(found.submodule_search_locations or []), found.origin]))] if found else []
+    """Return the paths of a package, by its import name: a module, or the folders of a package and its first file."""
+    spec = util.find_spec(package)
+    return [*map(Path, filter(None, [*(spec.submodule_search_locations or []), spec.origin]))] if spec else []
 
 
 def _may_change(package: str) -> bool:
-    """Return whether a package is imported from editable sources, beside files that it may import or read."""
+    """Return whether a package is imported from editable sources, next to files that it may import or read."""
     return not any({"site-packages", "dist-packages"}.intersection(place.parts) for place in _places(package))
 
 
 @once
 def _package() -> str:
     """Return a digest of ptdbench's own files."""
-    folder, found = Path(compose.__file__).parents[1], sha256()
+    folder, digest = Path(compose.__file__).parents[1], sha256()
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c"), *folder.rglob("*.h")]):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

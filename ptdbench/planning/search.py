@@ -1,6 +1,6 @@
 """Search for the largest micro-batch that fits: a line through earlier tries proposes a size, and a try decides.
 
-The search does not know what a try is: a run on virtual GPUs, or a run of all ranks in fresh processes.
+A try may be a run on virtual GPUs, or of all ranks in fresh processes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ptdbench.records.schema import Try
 
-#: A candidate whose predicted need exceeds the room by more than this fraction is not tried: it clearly does not fit.
+#: A candidate whose predicted need exceeds the room by more than this fraction clearly does not fit, and is not tried.
 _CLEAR = 0.1
 
 
@@ -21,22 +21,20 @@ class Search:
     candidates: Sequence[int]  #: The micro-batches that the layout can run, in ascending order; at least one.
     room: int  #: Available bytes.
     attempt: Callable[[int], Try]  #: Tries a micro-batch.
-    most: int = 12  #: Maximum number of tries; if they run out, the largest that fitted so far is the result.
-    #: A line proposes at most this multiple of the largest try: with measured needs, a try that needs far too much
-    #: memory harms other processes. 0: needs are exact, and there is no limit.
+    most: int = 12  #: Maximum number of tries; after these, the largest that fitted is the result.
+    #: A line proposes at most this multiple of the largest try: on real devices, a try that needs far too much memory
+    #: harms other processes. 0: no limit, as needs are exact.
     stride: int = 0
     #: The tries before a line proposes are at most these multiples of the smallest candidate: sizes too close together
     #: give no useful line, and needs may grow more slowly beyond some size.
     points: Sequence[int] = (8,)
-    #: Bytes that candidates need whatever their size, as those that accumulate gradients; 0 for others. Beside these,
-    #: needs grow with the micro-batch.
-    held: Mapping[int, int] = field(default_factory=dict)
+    held: Mapping[int, int] = field(default_factory=dict)  #: Bytes of a candidate that do not grow with its size.
     tries: list[Try] = field(default_factory=list)  #: The tries so far, in order.
 
     def largest(self) -> int | None:
         """Return the largest micro-batch that fits, itself tried; ``None`` if none does.
 
-        Each larger candidate has been tried and did not fit, or is too large by these tries or by :meth:`predicted`.
+        Each larger candidate was tried without success, or is excluded by these tries or by :meth:`predicted`.
         """
         while (proposal := self.proposal()) is not None and len(self.tries) < self.most:
             self.tries.append(self.attempt(proposal))
@@ -44,7 +42,7 @@ class Search:
 
     @property
     def best(self) -> int | None:
-        """The largest micro-batch that has fitted so far."""
+        """The largest micro-batch that has fitted."""
         return max((attempt.micro_batch for attempt in self.tries if attempt.fits), default=None)
 
     def fitting(self) -> list[int]:
@@ -54,12 +52,12 @@ class Search:
         return [m for m in smaller if tried.get(m, not self._is_excluded(m) and self.predicted(m) <= self.room)]
 
     def _is_excluded(self, micro_batch: int) -> bool:
-        """Return whether a smaller one that does not fit tells that this one does not, either.
+        """Return whether a failed try of a smaller one excludes this one.
 
-        One that nearly fits tells nothing of the next larger one, as memory fragments.
+        A try that nearly fits does not exclude the next larger one, as memory fragments.
         """
 
-        def tells(smaller: Try) -> bool:
+        def excludes(smaller: Try) -> bool:
             size, needed = smaller.micro_batch, smaller.needed_bytes
             spared = self.held.get(size, 0) - self.held.get(micro_batch, 0)
             if needed is None:
@@ -67,7 +65,8 @@ class Search:
             is_next = not self.stride and not any(size < between < micro_batch for between in self.candidates)
             return needed - spared > (1 + _CLEAR) * self.room or (spared <= 0 and not is_next)
 
-        return any(tells(attempt) for attempt in self.tries if not attempt.fits and attempt.micro_batch < micro_batch)
+        failed = (attempt for attempt in self.tries if not attempt.fits and attempt.micro_batch < micro_batch)
+        return any(map(excludes, failed))
 
     def proposal(self) -> int | None:
         """Return the micro-batch to try next; ``None`` if the answer is known."""
@@ -87,14 +86,14 @@ class Search:
         fitting = [m for m in open_ if self.predicted(m) <= self.room and m <= farthest]
         if fitting:
             last = self.tries[-1]
-            is_misled = not last.fits and last.needed_bytes is None  # it did not fit although the line predicted so
+            is_misled = not last.fits and last.needed_bytes is None  # the line wrongly predicted that it fits
             return fitting[len(fitting) // 2 if is_misled else -1]
         return next((m for m in open_ if self.predicted(m) <= (1 + _CLEAR) * self.room), None)
 
     def predicted(self, micro_batch: int) -> float:
         """Return the bytes that a micro-batch needs, by the line through its neighbors among tries with a known need.
 
-        Beyond the largest of these, it is the line through the two largest. Held gradients are no part of the line.
+        Beyond the largest of these, the line through the two largest counts. Held bytes are added to the line.
         """
         needs = {
             attempt.micro_batch: attempt.needed_bytes for attempt in self.tries if attempt.needed_bytes is not None

@@ -1,4 +1,4 @@
-"""Short runs with one micro-batch, which stand for a run: their options, their layouts, and what they lack."""
+"""Tries: short runs with one micro-batch, which represent a run; their options, layouts, and missing memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 
 #: Executes the run of a directory: :func:`ptdbench.run.door.run`.
-CarryOut = Callable[[Path], None]
+Execute = Callable[[Path], None]
 
 #: Values of the option that request a search.
 SOUGHT = ("max", "best")
@@ -44,10 +44,10 @@ def try_options(config: Config, steps: int = 3) -> dict[str, Any]:
     if isinstance(config.cluster, Slurm):
         options["cluster.requeue"] = False  # it writes no checkpoint to resume from
     if config.call("parallel").options.get("gradients") == "powersgd":
-        # At least two steps are averaged uncompressed, and the third one's residual is in memory in the fourth.
+        # At least two steps are uncompressed, and the third one's residual is in memory in the fourth.
         options |= {"parallel.powersgd_start": 2, "train.steps": max(steps, 4)}
     if config.resolved.get("precision") == "fp16" and not config.resolved.get("virtual"):
-        # A step that overflows is skipped, and makes no state: the loss scale starts at 2**16, and each skip halves it.
+        # Overflows skip steps, which make no state: the loss scale starts at 2**16, and each skip halves it.
         options["train.steps"] += 16
     return options
 
@@ -60,8 +60,8 @@ def needs_search(config: Config) -> bool:
 
 def with_found_micro_batch(config: Config, record: RunRecord | None) -> Config:
     """Return the configuration of a run with the micro-batch that was found before its ranks were started."""
-    found = record.micro_batch.found if record else None
-    return config.changed({"train.micro_batch": found}) if found and needs_search(config) else config
+    size = record.micro_batch.found if record else None
+    return config.changed({"train.micro_batch": size}) if size and needs_search(config) else config
 
 
 def open_try(directory: Path, config: Config, fields: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ def open_try(directory: Path, config: Config, fields: Mapping[str, Any]) -> None
     store.write_record(directory, record.begin(config.resolved, directory, {}) | dict(fields))
 
 
-#: Passes of a step in a try: the second one accumulates gradients, and further ones need no more memory.
+#: Passes of a step in a try: the second accumulates gradients, and further ones need no more memory.
 _PASSES = 2
 
 #: Candidate micro-batches of a run whose global batch is not given.
@@ -82,10 +82,10 @@ def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPla
     Args:
         training: The run.
         is_free: Whether the global batch follows from the micro-batch. Then each replica has one pass, in a pipeline
-            with at least as many micro-batches as ranks: with fewer, some ranks would always idle.
+            with at least as many micro-batches as ranks, so that no rank always idles.
 
     Raises:
-        ConfigError: There is none; with the reason for the smallest micro-batch.
+        ConfigError: No layout is possible; with the reason for the smallest micro-batch.
     """
     strategy, dims, batch = training.strategy, training.layout.dims, training.layout.global_batch
     staged = strategy.applies("pipeline", dims)
@@ -94,33 +94,33 @@ def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPla
     if staged and isinstance(strategy.microbatches, int):
         fewest = strategy.microbatches
     free, given = {size: dims.batch * size * fewest for size in _POWERS}, divisors(training.layout.replica_batch)
-    found = {}
+    possible = {}
     first: ConfigError | None = None
     for size, total in (free if is_free else dict.fromkeys(given, batch)).items():
         try:
-            found[size] = strategy.layout(dims, total, size)
+            possible[size] = strategy.layout(dims, total, size)
         except ConfigError as error:
             first = first or error
-    if not found and first:
+    if not possible and first:
         raise first.under("parallel")
-    return found
+    return possible
 
 
 def held(training: TrainingSpec, possible: Mapping[int, BatchPlan], ranks: int = 1) -> dict[int, int]:
-    """Return the bytes that ``ranks`` ranks hold between the passes of a step, of micro-batches with several passes.
+    """Return the bytes that ``ranks`` ranks hold between the passes of a step, by micro-batch, if it has several.
 
-    These are whole gradients, and gathered weights under ``parallel.reshard_between_microbatches=false``.
+    These are unsharded gradients, and gathered weights under ``parallel.reshard_between_microbatches=false``.
     """
-    model, how, dims = training.model, training.strategy, training.layout.dims
+    model, strategy, dims = training.model, training.strategy, training.layout.dims
     width, of_experts = DTYPES[training.config.general.precision].itemsize, experts.parts(model, dims)
-    keeps = how.frees_after_forward(dims) and not how.frees_between_microbatches(dims)
+    keeps = strategy.frees_after_forward(dims) and not strategy.frees_between_microbatches(dims)
     gradients = gathered = 0
-    for weight, shard in local_parts(model, how, dims).items():
+    for weight, shard in local_parts(model, strategy, dims).items():
         others = (dims.regroup_copies("expert") if weight in of_experts else dims.shards) - 1
         gathered += others * shard.numel() * width
         gradients += others * shard.nbytes * weight.requires_grad
     return {
-        size: ranks * (gradients * how.accumulates_whole(layout) + gathered * keeps)
+        size: ranks * (gradients * strategy.accumulates_whole(layout) + gathered * keeps)
         for size, layout in possible.items()
         if layout.accumulation > 1
     }
@@ -136,6 +136,6 @@ def stand_in(training: TrainingSpec, layout: BatchPlan) -> BatchPlan:
 
 
 def missing_sample_bytes(training: TrainingSpec, layout: BatchPlan) -> int:
-    """Return the bytes of samples that the stand-in step lacks: a rank holds all samples of a step from its start."""
+    """Return the bytes of samples that the stand-in step omits: a rank holds all samples of a step from its start."""
     missing = layout.replica_batch - stand_in(training, layout).replica_batch
-    return missing * sum(one.nbytes for one in training.data.example())
+    return missing * sum(tensor.nbytes for tensor in training.data.example())

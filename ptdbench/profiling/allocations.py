@@ -1,16 +1,13 @@
 """Memory of a step by purpose over time, from the allocations that torch's profiler recorded.
 
-A block of memory belongs to the weights, the gradients or the optimizer state if it holds their tensors. Otherwise it
-is for communication if it was passed to a communication operation, or if FSDP allocated it: gathered weights, and send
-buffers. All other blocks that the forward and backward pass allocate are activations, including their gradients. The
-gradients of unsharded weights, which FSDP frees once they are accumulated or reduced, count as gradients, as does what
-it accumulates them in.
+A block of memory is weights, gradients or optimizer state if it holds their tensors. Otherwise it is communication if
+it was passed to a communication operation, or if FSDP allocated it: gathered weights, and send buffers. All other
+blocks that the forward and backward pass allocate are activations, including their gradients, the results of functional
+collectives, which tensor and context parallelism compute with, and the outputs that a pipeline stage sends. Unsharded
+gradients, which FSDP frees once they are accumulated or reduced, count as gradients, as do its accumulation buffers.
 
 A block that one of gloo's threads frees last is counted until its address is reused: the profiler does not see those
 threads.
-
-Activations also include the results of functional collectives, which tensor and context parallelism compute with, and
-what a pipeline sends, as it is the output of a stage.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ class Surroundings(NamedTuple):
 
     moment: str = "other"  #: ``data``, ``forward``, ``backward``, ``optimizer`` or ``other``.
     kind: str = "other"  #: Default purpose of a block that is allocated there.
-    functional: bool = False  #: Whether it is a functional collective, whose result is used in compute.
+    functional: bool = False  #: Whether it is a functional collective, whose result compute uses.
     takes_gradients: bool = False  #: Whether FSDP accumulates or reduces unsharded gradients.
 
 
@@ -61,7 +58,7 @@ class Change(NamedTuple):
     time: int  #: In nanoseconds since the epoch.
     address: int  #: Address of the block.
     bytes: int  #: Size of the block; negative if it is freed.
-    allocated: int  #: Bytes in all blocks afterwards; on a CPU in blocks allocated since the profiler started.
+    allocated: int  #: Bytes of all blocks afterwards; on a CPU, of blocks allocated since the profiler started.
     around: Surroundings  #: The surroundings of the change.
 
 
@@ -188,7 +185,7 @@ def usage(seen: Seen, state: Mapping[int, tuple[str, int]]) -> list[Usage]:
         edges += [(time, block, sign) for time, sign in ends if seen.begin <= time <= seen.end]
     edges.sort(key=lambda edge: (edge[0], edge[2]))  # an unrecorded free comes before the next allocation
     first = next((change for change in seen.changes if change.time >= seen.begin), None)
-    if seen.all_counted and first:  # the rest of what was allocated when the step began is of unknown purpose
+    if seen.all_counted and first:  # the purpose of the other memory allocated when the step began is unknown
         present["other"] += max(0, first.allocated - first.bytes - sum(present.values()))
     usages = [Usage(seen.begin, "data", dict(present))]
     moment_at = {change.time: change.around.moment for change in seen.changes}
@@ -199,7 +196,7 @@ def usage(seen: Seen, state: Mapping[int, tuple[str, int]]) -> list[Usage]:
 
 
 def _blocks(changes: Sequence[Change]) -> dict[int, list[_Allocation]]:
-    """Return the blocks by address in chronological order; ignores frees of blocks from before the recording."""
+    """Return the blocks by address in chronological order; ignore frees of blocks from before the recording."""
     blocks: defaultdict[int, list[_Allocation]] = defaultdict(list)
     for change in changes:
         at = blocks[change.address]

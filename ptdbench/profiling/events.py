@@ -1,10 +1,10 @@
 """Events of a trace of torch's profiler: of the host, of devices, and communication operations.
 
 torch records each operation that it passes to NCCL on the host, as ``record_param_comms``, and repeats its metadata at
-the kernel that runs it. For coalesced messages it cannot: one kernel runs all of them, and is launched when their group
-ends. Up to torch 2.14 that is under ``nccl:coalesced``, after a ``record_param_comms`` for each message; from 2.15 on
-under a single ``record_param_comms``, ``batch_op_issue``. Version 2.15 names the peer only in a preceding
-``c10d::send`` or ``c10d::recv_``, even for single messages.
+the kernel that runs it. Coalesced messages are run by one kernel without metadata, launched when their group ends: up
+to torch 2.14 under ``nccl:coalesced``, after a ``record_param_comms`` for each message; from 2.15 on under a single
+``record_param_comms``, ``batch_op_issue``. Version 2.15 names the peer only in a preceding ``c10d::send`` or
+``c10d::recv_``, even for single messages.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ _OPERATIONS = (
     "reduce", "gather", "scatter",
 )  # fmt: skip
 
-#: Labels in a trace of the ``all_to_all`` calls that send tokens to the ranks of their experts and back, in both passes
-#: of a step; they are reported as separate operations.
+#: Labels in a trace of the ``all_to_all`` calls that send tokens to the ranks of their experts and back, in both
+#: passes; they are reported as separate operations.
 DISPATCH, COMBINE = "ptdbench::dispatch", "ptdbench::combine"
 LABELED = {DISPATCH: "dispatch", COMBINE: "combine"}
 
 #: Bytes per element, by torch's type names.
 BYTES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2, "char": 1, "bool": 1}
 
-#: Larger traces are not read: as Python objects they take several times as much memory, in each rank of a node.
+#: Larger traces are not read: as Python objects they take several times as much memory, in each rank.
 MOST_BYTES = 2**29
 
 #: Messages between two ranks.
@@ -94,21 +94,19 @@ POINT_TO_POINT = ("send", "recv", "send_recv")
 
 
 @dataclass(frozen=True)
-class Call:
+class CommCall:
     """One communication operation on this rank."""
 
-    #: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``dispatch``, ``combine``, ``broadcast``,
-    #: ``send``, ...
-    operation: str
+    operation: str  #: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``dispatch``, ``combine``, ``send``, ...
     bytes: int  #: Size of its largest tensor.
     start: float  #: When it was called, in seconds since the epoch.
-    end: float  #: When it was done.
+    end: float  #: When it ended.
     within: tuple[str, ...] = ()  #: Names of the enclosing events, the innermost last.
     peer: int | None = None  #: The other rank of a message, by its number in the group.
     ranks: tuple[int, ...] | None = None  #: The participating ranks, if the trace names them.
     group: str | None = None  #: The name of their group, if the trace names it.
     #: The intervals in which the rank called it and, last, awaited it; only for a gloo message, whose end is recorded
-    #: when it is awaited, even if it was done long before.
+    #: when it is awaited, even if it ended long before.
     held: tuple[Interval, ...] | None = None
 
     @property
@@ -139,13 +137,13 @@ class Event:
 
 
 def checked(path: Path, reading: Callable[[Path], T]) -> T:
-    """Read something from a trace; raises ValueError if the file is not a trace, or is too large."""
+    """Read a trace with ``reading``; raise ValueError if the file is not a trace, or is too large."""
     if (size := path.stat().st_size) > MOST_BYTES:
-        raise ValueError(f"{path} has {size} bytes, and at most {MOST_BYTES} are read; try profile.steps=1")
+        raise ValueError(f"{path} has {size} bytes, more than the {MOST_BYTES} that are read; try profile.steps=1")
     try:
         return reading(path)
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no trace of torch's profiler ({type(error).__name__}: {error})") from None
+        raise ValueError(f"{path} is not a trace of torch's profiler ({type(error).__name__}: {error})") from None
 
 
 def events_of(path: Path) -> list[Event]:
@@ -169,7 +167,7 @@ def events_of(path: Path) -> list[Event]:
 
 
 def launches_of(events: Sequence[Event]) -> dict[Any, float]:
-    """Return when the host made each CUDA call, by its correlation id."""
+    """Return the start of each CUDA call of the host, by correlation id."""
     return {
         event.facts["correlation"]: event.start
         for event in events
@@ -185,7 +183,7 @@ def operation_of(name: str) -> str:
 
 
 def sizes(event: Event) -> set[int]:
-    """Return the element counts of an operation's tensors, and also the total of each list of tensors."""
+    """Return the element counts of an operation's tensors, and the total of each list of tensors."""
     counts: set[int] = set()
     for argument, dtype in zip_longest(event.facts.get("Input Dims", []), event.facts.get("Input type", [])):
         nested = bool(argument) and isinstance(argument[0], list)
@@ -208,10 +206,10 @@ def peer(event: Event) -> int | None:
     return int(inputs[2]) if len(inputs) > 2 and str(inputs[2]).isdecimal() else None
 
 
-def calls_of_gloo(events: Sequence[Event], transfers: Sequence[Event], awaited: Sequence[Interval]) -> list[Call]:
-    """Match each of gloo's transfers with the operation that started it: the first unmatched operation of its size.
+def calls_of_gloo(events: Sequence[Event], transfers: Sequence[Event], awaited: Sequence[Interval]) -> list[CommCall]:
+    """Match each of gloo's transfers with the operation that started it: the first unmatched one of its size.
 
-    ``events``: those of the calling thread; ``awaited``: when it awaited communication.
+    ``events``: of the calling thread; ``awaited``: when it awaited communication.
     """
     open_events: list[Event] = []
     started: list[tuple[Event, tuple[str, ...]]] = []
@@ -239,7 +237,7 @@ def calls_of_gloo(events: Sequence[Event], transfers: Sequence[Event], awaited: 
         place = bisect_right(awaited, (transfer.end, math.inf))
         awaiting = [wait for wait in awaited[max(0, place - 1) : place] if transfer.end <= wait[1]]  # at most one
         calls.append(
-            Call(
+            CommCall(
                 operation=next((LABELED[name] for name in within if name in LABELED), operation_of(event.name)),
                 bytes=max(sizes(event) | sizes(transfer)) * (item_bytes(dtype) or 1),
                 start=min(event.start, transfer.start),
@@ -253,22 +251,22 @@ def calls_of_gloo(events: Sequence[Event], transfers: Sequence[Event], awaited: 
 
 
 def _kind(event: Event) -> str:
-    """Return the operation of a point-to-point message, or an empty text for any other communication."""
+    """Return the operation of a point-to-point message; empty for other communication."""
     operation = operation_of(event.name)
     return operation if operation in POINT_TO_POINT else ""
 
 
-#: Estimated GPU bytes of a communicator's buffers: ``NCCL_BUFFSIZE`` is 4 MiB according to NCCL's documentation, for
-#: each neighbor and channel; a ring has two neighbors, and up to 32 channels over NVLink.
+#: Estimated GPU bytes of a communicator's buffers: ``NCCL_BUFFSIZE``, 4 MiB by default, for each neighbor and channel;
+#: a ring has two neighbors, and up to 32 channels over NVLink.
 NCCL_BUFFERS = 2 * 32 * (4 << 20)
 
 _NCCL_NAME = "Collective name"
 _RECORDED, _TOGETHER = "record_param_comms", "nccl:coalesced"
 
-#: The fields in which torch up to 2.14 names the peer of a message, and the operation that has each.
+#: The fields in which torch up to 2.14 names the peer of a message, and their operations.
 _PEERS = {"Dst Rank": "send", "Src Rank": "recv"}
 
-#: Operations that 2.15 records without a peer, the calls that name it, and the field in which it is stored here.
+#: Operations that 2.15 records without a peer, the calls that name it, and the field that holds it here.
 _UNDIRECTED, _REQUESTS, _PEER = ("batch_op_issue", "send", "recv"), ("c10d::send", "c10d::recv_"), "peer"
 
 
@@ -277,7 +275,7 @@ def is_of_nccl(event: Event) -> bool:
     return event.name.startswith("nccl")
 
 
-def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Call]:
+def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[CommCall]:
     """Return the operations of NCCL kernels; a kernel of several messages gives a call for each.
 
     ``events``: all events of a trace, ordered by start.
@@ -294,7 +292,7 @@ def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Cal
     return calls
 
 
-def is_by_copy_engines(events: Sequence[Event], calls: Sequence[Call]) -> bool:
+def is_by_copy_engines(events: Sequence[Event], calls: Sequence[CommCall]) -> bool:
     """Return whether all-gathers between ranks ran no NCCL kernels, as with ``NCCL_CTA_POLICY=2``."""
     recorded = [event.facts for event in events if event.name == _RECORDED and event.facts.get("Group size", 1) > 1]
     called = {operation_of(str(facts.get(_NCCL_NAME))) for facts in recorded}
@@ -302,7 +300,7 @@ def is_by_copy_engines(events: Sequence[Event], calls: Sequence[Call]) -> bool:
 
 
 def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Interval, list[Mapping[str, Any]]]]:
-    """Yield when the host launches kernels of messages, and the metadata recorded before in its thread.
+    """Yield the intervals in which the host launches kernels of messages, and the metadata recorded before.
 
     Up to torch 2.14 a single message encloses its kernel, and an annotation such as ``nccl:send 0->1``.
     """
@@ -331,12 +329,12 @@ def _is_undirected(facts: Mapping[str, Any]) -> bool:
 
 
 def _directed(recorded: Event, request: Event) -> Mapping[str, Any]:
-    """Return a message's metadata from torch 2.15's record and ``c10d::send(tensors, group, rank of the group)``."""
+    """Return a message's metadata from torch 2.15's record and ``c10d::send(tensors, group, rank in the group)``."""
     operation, size = operation_of(request.name), max(sizes(request))
     return {**recorded.facts, _NCCL_NAME: operation, "In msg nelems": size, "Out msg nelems": 0, _PEER: peer(request)}
 
 
-def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str | None) -> Call:
+def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str | None) -> CommCall:
     """Return the call with these metadata, run by a kernel that was launched under a label."""
     elements = max(int(facts.get("In msg nelems", 0)), int(facts.get("Out msg nelems", 0)))
     item = BYTES.get(str(facts.get("dtype", "")).lower(), 1)
@@ -345,7 +343,7 @@ def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str | None) -> Ca
     ranks = tuple(map(int, re.findall(r"\d+", listed))) if "..." not in listed else ()
     operation = operation_of(named.lstrip("_"))
     other = next((int(facts[name]) for name, of in _PEERS.items() if of == operation and name in facts), None)
-    return Call(
+    return CommCall(
         operation=LABELED[label] if label else operation,
         bytes=elements * item,
         start=kernel.start,

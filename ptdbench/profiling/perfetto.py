@@ -1,6 +1,6 @@
-"""Merges the traces that torch's profiler wrote on each rank into one, for Perfetto (https://ui.perfetto.dev).
+"""Merges the traces of torch's profiler on all ranks into one, for Perfetto (https://ui.perfetto.dev).
 
-The format is Chrome's Trace Event Format: each rank becomes a process, all of them on the clock of rank 0.
+In Chrome's Trace Event Format each rank becomes a process, all of them on the clock of rank 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def compress(
 ) -> None:
     """Write the profiler's trace of one rank compressed, with ``facts`` that tell ranks apart.
 
-    ``memory``, bytes by purpose at times in nanoseconds since the epoch, replaces the profiler's single allocations.
+    ``memory``: bytes by purpose at times in nanoseconds since the epoch, in place of the profiler's allocations.
     """
     written = json.loads(trace.read_bytes(), strict=False)
     if memory is not None:
@@ -91,8 +91,8 @@ def _of_rank(events: Iterable[Event], rank: int, name: str, shift: float) -> Ite
 def _messages_apart(events: Iterable[Event], rank: int) -> Iterable[Event]:
     """Yield the events with gloo's messages on separate rows.
 
-    Messages are recorded in the calling thread, which continues meanwhile, and Perfetto drops events that outlast the
-    operation in which they began.
+    They are recorded in the calling thread, which continues meanwhile, and Perfetto drops events that outlast the
+    enclosing operation.
     """
     for number, event in enumerate(events):
         if event["name"] not in _MESSAGES:

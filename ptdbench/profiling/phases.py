@@ -1,6 +1,6 @@
 """Phases of a step: a partition of its time on each rank.
 
-Exposed communication is the time of communication without compute, as in Holistic Trace Analysis. Here it is divided
+Exposed communication is the time of communication without compute, as in Holistic Trace Analysis. Here it is split
 further: an operation can begin only when the last of its ranks has called it, so waiting until then is due to that
 rank, not to the link.
 """
@@ -36,13 +36,13 @@ KINDS = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "activations": "activations",
-    "communication": "buffers of communication",
+    "communication": "communication buffers",
     "other": "other memory",
 }
 
 
-#: The phase of waiting for other ranks to call these operations, if it is not that of stragglers: ranks leave the
-#: dispatch together, and compute their experts until they combine.
+#: The phase of waiting for other ranks to call these operations, if not stragglers: ranks leave the dispatch together,
+#: and compute their experts until they combine.
 _WAITING = {LABELED[COMBINE]: "experts"}
 
 
@@ -52,7 +52,7 @@ class Ready:
 
     since: float  #: When the last of its ranks called it, in seconds since the epoch by this rank's clock.
     last: int = -1  #: That rank; -1 if unknown.
-    #: When a gloo message was done, see :attr:`ptdbench.profiling.events.Call.held`; ``None`` if unknown, because
+    #: When a gloo message ended, see :attr:`ptdbench.profiling.events.CommCall.held`; ``None`` if unknown, because
     #: neither rank was awaiting it yet when it could begin.
     done: float | None = None
 
@@ -62,14 +62,14 @@ class Traffic:
     """One communication operation, in all steps."""
 
     calls: int  #: Number of calls.
-    known: int  #: Number of calls with a known end.
+    timed: int  #: Number of calls with a known end.
     bytes: int  #: Total size of all calls.
     seconds: float  #: Seconds in which a call with a known end was in flight.
     exposed_seconds: float  #: Seconds in which the rank waited for it.
 
 
 @dataclass(frozen=True)
-class Partition:
+class PhaseTimes:
     """The profiled steps of one rank."""
 
     steps: int  #: Number of steps.
@@ -80,8 +80,8 @@ class Partition:
     waited_for: Sequence[Mapping[int, float]]
 
 
-def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
-    """Divide the steps of one rank among the phases."""
+def partition(trace: Trace, ready: Sequence[Ready]) -> PhaseTimes:
+    """Split the steps of one rank into the phases."""
     seconds = dict.fromkeys(PHASES, 0.0) | {name: length(times) for name, times in trace.phases.items()}
     exposed: defaultdict[str, float] = defaultdict(float)
     begins = [begin for begin, _ in trace.steps]
@@ -97,19 +97,19 @@ def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
         waited_for[bisect_right(begins, start) - 1][ready[call].last] += end - start
     duration = length(trace.steps)
     seconds["other"] = max(0.0, duration - sum(seconds.values()))  # rounding can make it negative
-    return Partition(len(trace.steps), duration, seconds, _traffic(trace, ready, exposed), waited_for)
+    return PhaseTimes(len(trace.steps), duration, seconds, _traffic(trace, ready, exposed), waited_for)
 
 
 def divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, int | None, bool]]:
-    """Cut waits where calls begin, become ready or end; yield each piece, its call, and whether that is not ready."""
+    """Split waits where calls begin, become ready or end; yield each piece, its call, and whether it is not ready."""
     starts = [call.start for call in trace.calls]
     bounds = {moment for call in trace.calls for moment in (call.start, call.end)}
     edges = sorted(bounds | {call.since for call in ready})
     longest = max((call.end - call.start for call in trace.calls), default=0.0)
     for start, end in trace.waits:
-        cuts = [start, *edges[bisect_left(edges, start) : bisect_left(edges, end)], end]
+        inside = edges[bisect_left(edges, start) : bisect_left(edges, end)]
         last = max(bisect_left(starts, start) - 1, 0) if starts else None
-        for begin, stop in pairwise(cuts):
+        for begin, stop in pairwise([start, *inside, end]):
             if stop <= begin:
                 continue
             middle = (begin + stop) / 2
@@ -124,7 +124,7 @@ def divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, in
 
 
 def _traffic(trace: Trace, ready: Sequence[Ready], exposed: Mapping[str, float]) -> dict[str, Traffic]:
-    """Sum up the calls of the steps, except those before the first step."""
+    """Sum up the calls since the first step began."""
     number, size = Counter[str](), Counter[str]()
     times: defaultdict[str, list[Interval]] = defaultdict(list)
     for call, began in zip(trace.calls, ready, strict=True):
@@ -138,7 +138,7 @@ def _traffic(trace: Trace, ready: Sequence[Ready], exposed: Mapping[str, float])
     return {
         name: Traffic(
             calls=number[name],
-            known=len(times[name]),
+            timed=len(times[name]),
             bytes=size[name],
             seconds=length(union(times[name])),
             exposed_seconds=exposed.get(name, 0.0),

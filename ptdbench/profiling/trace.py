@@ -1,8 +1,8 @@
-"""One rank's profiled steps, read from the trace that torch's profiler wrote.
+"""One rank's profiled steps, read from the trace of torch's profiler.
 
 On a CPU the thread that runs the steps computes, except while it waits for communication, which runs in separate
 threads (``gloo:*``). It waits in labeled waits (:data:`WAITING`), in operations that start or await communication, and
-in C++ when DDP awaits its last bucket: an all-reduce then ends between a backward pass and what follows.
+in C++ when DDP awaits its last bucket: an all-reduce then ends between a backward pass and the next operation.
 
 On a GPU, NCCL's kernels communicate and all others compute. Idle time before the last kernel of a step is spent waiting
 for the host: for its batch, or for the launch of the next kernel.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.profiling.events import (
-    Call,
+    CommCall,
     Event,
     Interval,
     at,
@@ -35,7 +35,7 @@ from ptdbench.profiling.events import (
     union,
 )
 
-#: The prefix of a step's label, before its number: the one of torch's own profiler, which other tools know.
+#: The prefix of a step's label, before its number: torch's own, which other tools know.
 STEP = "ProfilerStep#"
 
 #: The other labels in a trace: the parts of a step, and waiting for communication.
@@ -60,17 +60,15 @@ class Trace:
     #: When ``data``, ``forward``, ``backward`` and ``optimizer`` ran, and when a GPU waited for its ``host``: disjoint,
     #: and without the waits.
     phases: Mapping[str, Sequence[Interval]]
-    #: When the rank computed nothing because it waited for communication; disjoint, and within the steps.
-    waits: Sequence[Interval]
-    #: The communication operations, ordered by start, including those outside the steps.
-    calls: Sequence[Call]
+    waits: Sequence[Interval]  #: When communication was exposed; disjoint, and within the steps.
+    calls: Sequence[CommCall]  #: The communication operations, also outside the steps, ordered by start.
 
 
 def read(path: Path, device_type: str = "cpu") -> Trace:
     """Read a trace in Chrome's format.
 
     Raises:
-        ValueError: The trace is damaged or too large, holds no profiled step, or does not show what a GPU did.
+        ValueError: The trace is damaged or too large, or has no profiled step, or no GPU activity that it needs.
     """
     return checked(path, lambda trace: _read(trace, device_type))
 
@@ -79,7 +77,7 @@ def _read(path: Path, device_type: str) -> Trace:
     events = events_of(path)
     steps = [event for event in events if event.name.startswith(STEP) and event.kind == "user_annotation"]
     if not steps:
-        raise ValueError(f"{path} holds no profiled step")
+        raise ValueError(f"{path} has no profiled step")
     on_device = [event for event in events if event.kind in ("kernel", "gpu_memcpy", "gpu_memset")]
     on_host = [event for event in events if event.thread == steps[0].thread and event.kind in _ON_HOST]
     parts = {name: [event.interval for event in on_host if event.name == name] for name in (DATA, GRADIENTS, UPDATE)}
@@ -88,23 +86,20 @@ def _read(path: Path, device_type: str) -> Trace:
     if device_type == "cpu":
         return _of_host(whole, parts, on_host, by_gloo)
     if not on_device:
-        raise ValueError(f"{path} holds no kernels: the profiler could not watch the GPU")
+        raise ValueError(f"{path} has no kernels: the profiler could not trace the GPU")
     if by_gloo:
         raise ValueError(f"{path} does not show when a GPU waits for gloo; try backend=nccl")
     return _of_device(whole, parts, events, on_device)
 
 
-def launched_in_steps(path: Path) -> tuple[list[Event], list[Call]]:
-    """Return the kernels that the host launched in profiled steps, whenever they ran, and the calls of NCCL kernels.
-
-    Raises ValueError like :func:`read`.
-    """
+def launched_in_steps(path: Path) -> tuple[list[Event], list[CommCall]]:
+    """Return the kernels launched in profiled steps, and the calls of NCCL kernels; raise like :func:`read`."""
     events = checked(path, events_of)
     launches = launches_of(events)
     steps = [(step, True) for step in union(event.interval for event in events if event.name.startswith(STEP))]
     kernels = [event for event in events if event.kind == "kernel"]
     if not steps or not kernels:
-        raise ValueError(f"{path} holds {'no kernels' if steps else 'no profiled step'}")
+        raise ValueError(f"{path} has {'no kernels' if steps else 'no profiled step'}")
     inside = [event for event in kernels if at(launches.get(event.facts.get("correlation"), event.start), steps)]
     return inside, calls_of_nccl(events, (event for event in inside if is_of_nccl(event)))
 
@@ -129,13 +124,16 @@ def _by_phase(parts: Mapping[str, Sequence[Interval]], backward: list[Interval])
 
 
 def _trace(
-    steps: Sequence[Interval], phases: Mapping[str, Sequence[Interval]], waits: Sequence[Interval], calls: list[Call]
+    steps: Sequence[Interval],
+    phases: Mapping[str, Sequence[Interval]],
+    waits: Sequence[Interval],
+    calls: list[CommCall],
 ) -> Trace:
-    """Create the trace, with everything but the calls cut to the steps."""
+    """Create the trace, with everything but the calls limited to the steps."""
     inside = union(steps)
     waits = intersect(waits, inside)
-    cut = {name: intersect(subtract(union(times), waits), inside) for name, times in phases.items()}
-    return Trace(steps, cut, waits, calls)
+    limited = {name: intersect(subtract(union(times), waits), inside) for name, times in phases.items()}
+    return Trace(steps, limited, waits, calls)
 
 
 def _outermost(events: Sequence[Event]) -> Iterator[Event]:
@@ -148,7 +146,7 @@ def _outermost(events: Sequence[Event]) -> Iterator[Event]:
 
 
 def _backward(top: Sequence[Event]) -> list[Interval]:
-    """Find the backward passes: each is a sequence of consecutive operations of autograd's engine."""
+    """Return the backward passes: sequences of consecutive operations of autograd's engine."""
     passes: list[Interval] = []
     goes_on = False
     for event in top:
@@ -160,8 +158,8 @@ def _backward(top: Sequence[Event]) -> list[Interval]:
     return passes
 
 
-def _silent_waits(top: Sequence[Event], calls: Sequence[Call]) -> Iterator[Interval]:
-    """Yield DDP's waits in C++ after a backward pass: gaps in which communication ends, up to that end.
+def _silent_waits(top: Sequence[Event], calls: Sequence[CommCall]) -> Iterator[Interval]:
+    """Yield DDP's waits in C++ after a backward pass: gaps in which communication ends, up to its end.
 
     The waiting thread may continue before the communicating thread has recorded the end: a call in flight at the start
     of the gap may end after the gap, by up to the length of the gap.
@@ -211,7 +209,7 @@ def _of_device(
 def _launched_by(
     events: Sequence[Event], launches: Mapping[Any, float], by_phase: Mapping[str, Sequence[Interval]]
 ) -> dict[str, list[Interval]]:
-    """Return when the device ran the work that each phase launched; where work overlaps, the earlier start counts."""
+    """Return when the device ran the work of each phase that launched it; overlap counts for the earlier start."""
     spans = sorted((time, name) for name, times in by_phase.items() for time in times)
     ran: dict[str, list[Interval]] = {name: [] for name in by_phase}
     end = -math.inf

@@ -10,7 +10,7 @@ from typing import Any
 
 from ptdbench.comparison import ranking
 from ptdbench.comparison.alternatives import Alternative, sweep_of
-from ptdbench.comparison.ranking import Place, Ranking, interval_text, margin_text
+from ptdbench.comparison.ranking import Ranking, Standing, interval_text, margin_text
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import remarks, text, virtual, why
 from ptdbench.report.labels import names, title
@@ -22,7 +22,7 @@ from ptdbench.units import memory_text, three_digits
 class Row:
     """A row of a table: a run, or an alternative with its repeats."""
 
-    place: Place
+    place: Standing
     name: str  #: Its name, in tables, lines and figures.
 
     @property

@@ -11,7 +11,7 @@ from msgspec import to_builtins
 
 from ptdbench.comparison import ranking
 from ptdbench.comparison.alternatives import Alternative, of_sweeps
-from ptdbench.comparison.ranking import Place, Ranking
+from ptdbench.comparison.ranking import Ranking, Standing
 from ptdbench.records.load import is_run, read
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import breakdown, labels, recorded_phases, virtual, why
@@ -124,7 +124,7 @@ def _of_model(ranked: Ranking) -> list[Group]:
     return [_side_by_side([phased[place] for place in group], ranked) for group in recorded_phases.groups(typical)]
 
 
-def _side_by_side(places: Sequence[Place], ranked: Ranking) -> Group:
+def _side_by_side(places: Sequence[Standing], ranked: Ranking) -> Group:
     """Explain why the first run is faster, if that is known, or else compare the typical runs."""
     named = dict(zip(labels.names([place.alternative.median_run for place in places]), places, strict=True))
     runs = {name: place.alternative.median_run for name, place in named.items()}

@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from ptdbench.comparison import ranking
-from ptdbench.comparison.ranking import Place, Ranking
+from ptdbench.comparison.ranking import Ranking, Standing
 from ptdbench.grouping import grouped
 from ptdbench.measure.results import OtherLoad
 from ptdbench.records.effects import affects
@@ -189,10 +189,10 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
     ]
 
 
-def _devices(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
+def _devices(places: Sequence[tuple[str, Standing]]) -> Iterator[str]:
     """Yield which rows were measured on which devices, if these differ: the order then depends on more than layouts."""
 
-    def devices(place: Place) -> str:
+    def devices(place: Standing) -> str:
         environments = [run.environment for run in place.alternative.runs if run.throughput]
         return ", ".join(sorted({str(name) for one in environments if (name := (one.devices or [one.cpu])[0])}))
 
@@ -202,7 +202,7 @@ def _devices(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
         yield f"ranked across devices: {named}"
 
 
-def _out_of_turn(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
+def _out_of_turn(places: Sequence[tuple[str, Standing]]) -> Iterator[str]:
     """Yield the names of rows that were measured after all others of the same blocks, as after a resume.
 
     Blocks cancel a drift of the machine only if configurations take turns.
@@ -222,7 +222,7 @@ def _out_of_turn(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
             yield f"{listed(names)}: measured after {listed(others)}, {since}"
 
 
-def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
+def _reasons(places: Sequence[tuple[str, Standing]]) -> list[str]:
     """Return the reasons of runs that are not ok, with their names, each reason once."""
     runs = [(label, run) for label, place in places for run in place.alternative.runs]
     failed = [(reason(run), label) for label, run in runs if not run.throughput and not virtual.is_ok(run)]

@@ -19,7 +19,7 @@ from msgspec import convert
 from ptdbench import terminal
 from ptdbench.comparison import alternatives
 from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.ranking import Place
+from ptdbench.comparison.ranking import Standing
 from ptdbench.grouping import grouped
 from ptdbench.measure.results import Findings
 from ptdbench.problems import first_line
@@ -166,7 +166,9 @@ def _of_model(section: Section, width: int) -> str:
 
 def of_plans(records: Sequence[RunRecord], width: int) -> str:
     """Return a table of the neediest rank of each plan, in GiB, with remarks below."""
-    rows = [Row(Place(Alternative([record], {})), name) for record, name in zip(records, names(records), strict=True)]
+    rows = [
+        Row(Standing(Alternative([record], {})), name) for record, name in zip(records, names(records), strict=True)
+    ]
     possible: list[Column[Row]] = [
         Column("layout", attrgetter("name"), is_text=True),
         Column("ranks", lambda row: str(row.run.world_size or MISSING)),

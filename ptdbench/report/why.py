@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
-from ptdbench.comparison.ranking import Place
+from ptdbench.comparison.ranking import Standing
 from ptdbench.profiling.phases import PHASES
 from ptdbench.records.record import work
 from ptdbench.records.run_record import RunRecord
@@ -125,7 +125,7 @@ def doubt(record: RunRecord, called: str) -> Iterator[str]:
         yield f"{called}: profiled steps {1 - ratio:.0%} shorter than the timed ones, phases uncertain"
 
 
-def in_order(named: Mapping[str, Place]) -> list[dict[str, RunRecord]]:
+def in_order(named: Mapping[str, Standing]) -> list[dict[str, RunRecord]]:
     """Group the typical runs of alternatives that did the same work: the first, and those known to be slower.
 
     Runs without phases are omitted. ``named`` has the alternatives of one model in the order of their table, by name.

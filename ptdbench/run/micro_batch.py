@@ -24,7 +24,7 @@ from ptdbench.launch.slurm import JobSteps
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.planning.search import Search
 from ptdbench.planning.tries import (
-    CarryOut,
+    Execute,
     held,
     layouts,
     missing_sample_bytes,
@@ -71,7 +71,7 @@ class Broken(RuntimeError):
     """A try failed for a reason other than memory, and so would the run."""
 
 
-def find(config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | None, carry_out: CarryOut) -> bool:
+def find(config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | None, carry_out: Execute) -> bool:
     """Find the micro-batch of a run, and record it with the run's layout; the ranks take both from the record.
 
     Args:
@@ -125,7 +125,7 @@ class Finder:
     directory: Path  #: The run's directory.
     config: Config  #: Its configuration.
     heading: Heading  #: The heading of its display.
-    carry_out: CarryOut  #: Executes a try.
+    carry_out: Execute  #: Executes a try.
     note: Callable[[dict[str, Any]], None]  #: Updates the record's field ``micro_batch`` after each try.
     #: How to start ranks, if a job's batch script searches; ``None`` if they are started on this machine.
     steps: JobSteps | None = None

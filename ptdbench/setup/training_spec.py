@@ -28,9 +28,9 @@ from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.comm_volume import CommModel, Size, comm_bytes
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Engine, MakeOptimizer
-from ptdbench.parallel.footprint import Footprint, footprints
+from ptdbench.parallel.footprint import StateBytes, footprints
 from ptdbench.parallel.mesh import Mesh
-from ptdbench.parallel.pipeline_stages import Cut, cut, imbalance, unrepeated
+from ptdbench.parallel.pipeline_stages import StageSplit, imbalance, split_stages, unrepeated
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, first_line, require, under
@@ -66,7 +66,7 @@ class TrainingSpec:
         """The model and the layout, for messages."""
         return f"{self.config.call('model').name} {self.config.call('parallel').name}"
 
-    def footprints(self) -> list[Footprint]:
+    def footprints(self) -> list[StateBytes]:
         """Return the training state of a rank of each pipeline stage."""
         parts = (self.model, self.optimizer, self.strategy, self.layout.dims)
         average, precision = self.config.train.ema is not None, self.config.general.precision
@@ -101,15 +101,15 @@ class TrainingSpec:
 
     def parts_of_stages(self) -> list[list[str]] | None:
         """Return each stage's parts other than repeated layers, before :meth:`engine`; ``None`` without a pipeline."""
-        return unrepeated(self.model, where) if (where := self._cut()) else None
+        return unrepeated(self.model, where) if (where := self._split()) else None
 
     def imbalance(self) -> str | None:
         """Say which stages of a pipeline have too much of the model, if any, before :meth:`engine`."""
-        return imbalance(self.model, where) if (where := self._cut()) else None
+        return imbalance(self.model, where) if (where := self._split()) else None
 
-    def _cut(self) -> Cut | None:
+    def _split(self) -> StageSplit | None:
         dims = self.layout.dims
-        return cut(self.model, self.strategy.stage_ranks(dims)) if dims.pipeline > 1 else None
+        return split_stages(self.model, self.strategy.stage_ranks(dims)) if dims.pipeline > 1 else None
 
     def engine(self, mesh: Mesh, device: torch.device) -> Engine:
         """Lay out the model over the mesh; called in every rank."""

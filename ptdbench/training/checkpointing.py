@@ -41,8 +41,7 @@ class Checkpointing:
         self._saver: Saver | None = None
         self._saved = -1
         self._passed_over: list[str] = []
-        #: After which step and from which checkpoint this process resumed, and how ranks or layout changed.
-        self.resumed: str | None = None
+        self.resumed: str | None = None  #: Step and checkpoint that this process resumed from, and changes of layout.
         self._patience = rendezvous.patience_for(job.spec.config.general.timeout_minutes)
         options = job.spec.config.checkpoint
         if options.every_steps:
@@ -58,7 +57,7 @@ class Checkpointing:
 
     @property
     def saved(self) -> bool | None:
-        """Whether the last step is on disk, once :meth:`finish` has returned; ``None`` if this run saves nothing."""
+        """Whether the last step is on disk, after :meth:`finish`; ``None`` if this run saves nothing."""
         return self._loop.done in self._saver.saved[-1:] if self._saver else None
 
     @property
@@ -67,7 +66,7 @@ class Checkpointing:
         return [*self._passed_over, *(self._saver.problems if self._saver else [])]
 
     def resume(self) -> None:
-        """Resume from the newest checkpoint of this run, or else of the run that ``resume`` names, if there is one.
+        """Resume from the newest checkpoint of this run, else of the run that ``resume`` names, if there is one.
 
         Called in all ranks, before the first step.
 
@@ -80,10 +79,10 @@ class Checkpointing:
             self._begin_with(*newest)
 
     def _search(self) -> tuple[Checkpoint, dist.ProcessGroup] | None:
-        """Find the checkpoint to resume from; return it with a CPU process group of all ranks."""
+        """Return the checkpoint to resume from, with a CPU process group of all ranks."""
         named = self._job.spec.config.general.resume
         directories = [self._job.directory, *([Path(named)] if named else [])]
-        # Use rank 0's view: on a network file system another host may see fewer directories, and not join the search.
+        # Rank 0's view: on a network file system another host may see fewer directories, and not join the search.
         sources: list[Path] = gather([source for source in directories if (source / checkpoint_dir.FOLDER).exists()])[0]
         if not (sources or named):
             return None
@@ -99,7 +98,7 @@ class Checkpointing:
             if search.checkpoint:
                 return search.checkpoint, group
         if named:
-            raise ConfigError([Problem("resume", named, "holds no complete checkpoint", "omit it to start over")])
+            raise ConfigError([Problem("resume", named, "has no complete checkpoint", "omit it to start over")])
         return None
 
     @property
@@ -139,7 +138,7 @@ class Checkpointing:
         }
         is_first = self._loop.replica == 0
         local = self._loop.engine.own_state() | self._state.own_buffers(first_replica=is_first)
-        tensors = self._state.collect(with_buffers=is_first, own=local)
+        tensors = self._state.collect(with_buffers=is_first, local=local)
         model = self._job.spec.config.resolved["model"]
         saver.save(self._loop.done, tensors, model, facts, self._state.steady(tensors))
         self._saved = self._loop.done
@@ -159,7 +158,7 @@ class Checkpointing:
         self.resumed = f"after step {step}, from {checkpoint.path}"
         if reshaped:
             if self._state.differed:
-                reshaped += f"; replica 0's buffers for all, as {self._state.differed} for one differed between ranks"
+                reshaped += f"; replica 0's buffers for all, as {self._state.differed}, for one, differed between ranks"
             self.resumed += f", with {reshaped}"
             if self._job.world.is_first:
                 echo(f"{checkpoint.path}: continues with {reshaped}", sys.stderr)
@@ -170,11 +169,11 @@ class Checkpointing:
             self._saver.best = best.step if (best := self._evaluator.best) else None
 
     def _same_data(self, checkpoint: Checkpoint, group: dist.ProcessGroup) -> Problem | None:
-        """Return a problem if the data changed, as sample numbers would then denote other samples."""
+        """Return a problem if the data has changed: sample numbers would denote other samples."""
         data, identity = self._job.spec.config.call("data").name, checkpoint.manifest.facts.get("data")
         if identity is None or identity == gather(self._identity(), group)[0]:
             return None
-        rule = f"was trained on other data than data={data} holds now"
+        rule = f"data={data} has changed since this checkpoint"
         return Problem("resume", checkpoint.path, rule, "restore the data, or start a new run without resume")
 
     def _identity(self) -> str | None:

@@ -1,7 +1,7 @@
 """Energy, clocks and limits of the hardware during a training run, and other load, from counters read between steps.
 
-GPU counters are read through NVML, those of CPU packages through RAPL (Linux's ``/sys/class/powercap``; AMD's have the
-same names there). Nothing is read while steps run. For a counter that is missing or not readable, the reason is given.
+GPU counters are read through NVML, CPU packages through RAPL (Linux's ``/sys/class/powercap``, also for AMD). Nothing
+is read while steps run. For a counter that is missing or not readable, the reason is given.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from ptdbench.training.loop import StepLoop
 
 POWERCAP = Path("/sys/class/powercap")
 
-#: An upper bound of a package's power in watts: it limits a stretch to the time in which a counter wraps at most once.
+#: An upper bound of a package's power in watts, which limits a stretch so that a counter wraps at most once.
 _MAX_WATTS = 2000.0
 
-#: The kernel counts the time of cores in ticks of 10 ms, which say too little about fewer seconds.
+#: Minimum seconds of measured load: the kernel counts the time of cores in ticks of 10 ms.
 _LEAST_OF_LOAD = 1.0
 
-#: NVML's performance policies (<nvml.h>) that hold clocks back, in words; not low utilization, which costs nothing.
+#: NVML's performance policies (<nvml.h>) that limit clocks, in words; not low utilization, which costs nothing.
 _POLICIES = {0: "power limit", 1: "temperature limit", 2: "sync boost", 3: "board limit", 5: "reliability limit"}
 
 
 class Unreadable(Exception):
-    """A counter cannot be read; the message says why."""
+    """A counter cannot be read, with the reason."""
 
 
 @dataclass(frozen=True)
 class Counted:
     """The count of an energy counter over all stretches."""
 
-    device: str  #: The device; two counters of the same device give the same name.
+    device: str  #: The device, by the same name for all counters of it.
     steps: int = 0  #: Number of steps.
     seconds: float = 0.0  #: Their duration.
     joules: float = 0.0  #: Energy of the device in this time.
@@ -56,7 +56,7 @@ class Counter(ABC):
     """An energy counter, read at both ends of stretches of steps."""
 
     source = ""  #: The interface of the counter.
-    min_seconds = 0.0  #: Shorter stretches are ignored: ten times the update interval of the counter.
+    min_seconds = 0.0  #: Minimum duration of a stretch: ten times the update interval of the counter.
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -88,20 +88,20 @@ class Counter(ABC):
         reason = self.reason
         if reason is None and not self._steps:
             least = f"{self.min_seconds:g} s, the minimum for {self.source}"
-            reason = f"no stretch of steps after the warm-up lasted {least}"
+            reason = f"no uninterrupted steps after the warm-up lasted {least}"
         return Counted(self.device, self._steps, self._seconds, self._joules, reason)
 
     @abstractmethod
     def _read(self) -> Sequence[float]:
-        """Return joules since some point in time, for each part of the device; raises :class:`Unreadable`."""
+        """Return joules since some point in time, for each part of the device; raise :class:`Unreadable`."""
 
     @abstractmethod
     def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
-        """Return the joules between two readings; raises :class:`Unreadable` if these do not determine them."""
+        """Return the joules between two readings; raise :class:`Unreadable` if these do not determine them."""
 
 
 class Packages(Counter):
-    """All CPU packages of a machine, without its memory modules, by RAPL."""
+    """All CPU packages of a machine by RAPL, without memory modules."""
 
     source = "RAPL"
     min_seconds = 0.1
@@ -116,9 +116,9 @@ class Packages(Counter):
             self._ranges = [int((zone / "max_energy_range_uj").read_text()) / 1e6 for zone in zones]
             self._files = [(zone / "energy_uj").open("rb", buffering=0) for zone in zones]
         except PermissionError as error:
-            self.reason = f"permission denied: this user may not read {error.filename}"
+            self.reason = f"permission denied: cannot read {error.filename}"
         except (OSError, ValueError) as error:
-            self.reason = f"RAPL cannot be read: {error}"
+            self.reason = f"cannot read RAPL: {error}"
         else:
             self.reason = None if zones else f"there are no CPU packages in {root} (RAPL)"
 
@@ -126,21 +126,18 @@ class Packages(Counter):
         try:
             return [int(os.pread(file.fileno(), 100, 0)) / 1e6 for file in self._files]
         except (OSError, ValueError) as error:
-            raise Unreadable(f"RAPL cannot be read: {error}") from None
+            raise Unreadable(f"cannot read RAPL: {error}") from None
 
     def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
         if seconds * _MAX_WATTS > (least := min(self._ranges)):
             rule = f"RAPL's counters, which wrap after {least:.0f} J"
-            raise Unreadable(f"a stretch of {seconds:.0f} s is too long for {rule}")
+            raise Unreadable(f"{seconds:.0f} s without a reading are too long for {rule}")
         ends = zip(before, after, self._ranges, strict=True)
         return sum(last - first + (full if last < first else 0.0) for first, last, full in ends)
 
 
 class Gpu(Counter):
-    """One GPU with its memory, by NVML's ``uuid``; also counts what held its clocks back.
-
-    ``nvml`` replaces the module ``pynvml``.
-    """
+    """One GPU with its memory, by NVML's ``uuid``, and what limited its clocks; ``nvml`` replaces ``pynvml``."""
 
     source = "NVML"
     min_seconds = 1.0
@@ -158,7 +155,7 @@ class Gpu(Counter):
             try:
                 self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
             except Exception as error:  # pynvml's exceptions, unknown before it is imported
-                self._nvml, self.reason = None, f"NVML does not know {uuid}: {error}"
+                self._nvml, self.reason = None, f"NVML cannot find {uuid}: {error}"
             else:
                 self._most = self._ask("nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM)
 
@@ -208,7 +205,7 @@ class Gpu(Counter):
         try:
             return [self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3]
         except Exception as error:
-            raise Unreadable(f"NVML has no energy of this GPU: {error}") from None
+            raise Unreadable(f"NVML reports no energy for this GPU: {error}") from None
 
     def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
         if after[0] < before[0]:
@@ -216,7 +213,7 @@ class Gpu(Counter):
         return after[0] - before[0]
 
     def _held_now(self) -> dict[str, int]:
-        """Return the nanoseconds for which clocks were held back so far, by each cause that the driver counts."""
+        """Return the nanoseconds for which clocks were limited so far, by cause, as counted by the driver."""
         if not self._nvml:
             return {}
         statuses = {words: self._ask("nvmlDeviceGetViolationStatus", policy) for policy, words in _POLICIES.items()}
@@ -227,10 +224,10 @@ class Gpu(Counter):
 
 
 def energy(source: str, counted: Sequence[Counted], samples_per_step: int, tokens_per_sample: int | None) -> Energy:
-    """Return the energy of all devices: each counted once, and never only some of them.
+    """Return the energy of all devices, each counted once; none if some are missing.
 
-    ``counted`` is not empty; ``samples_per_step`` is the total over all ranks, and ``tokens_per_sample`` is ``None`` if
-    samples are not token sequences.
+    ``counted`` is not empty; ``samples_per_step``: over all ranks; ``tokens_per_sample``: ``None`` if samples are not
+    token sequences.
     """
     totals = list({total.device: total for total in counted}.values())
     reasons = {total.device: total.reason for total in totals if total.reason}
@@ -254,17 +251,17 @@ def energy(source: str, counted: Sequence[Counted], samples_per_step: int, token
 class EnergyMeter:
     """Meters stretches of steps, from one interruption (evaluation, drain, checkpoint) to the next.
 
-    At both ends of a stretch the device is idle, as an interruption waits for it anyway, so counters cover whole steps.
-    Only an asynchronous save leaves it copying, beside the first steps of the next stretch.
-    The first stretch begins at the first interruption after ``train.warmup_steps`` steps. Each rank reads its GPU and
-    the time of its cores, and the first rank of each machine its CPU packages.
+    At both ends of a stretch the device is idle, as an interruption waits for it anyway, so counters cover whole steps;
+    only an asynchronous save may still be copying. The first stretch begins at the first interruption after
+    ``train.warmup_steps`` steps. Each rank reads its GPU and the time of its cores, and the first rank of each machine
+    its CPU packages.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
         self._job, self._loop = job, loop
         self._warmup = job.spec.config.train.warmup_steps
         host, rank = socket.gethostname(), job.world.rank
-        real = not job.spec.virtual  # the energy would be that of the machine that simulates the GPUs
+        real = not job.spec.virtual  # energy would be of the machine that simulates the GPUs
         machines = gather(machine())
         is_first = machines.index(machines[rank]) == rank
         self._cpu = Packages(f"{host} (rank {rank})") if real and is_first else None
@@ -285,7 +282,7 @@ class EnergyMeter:
             self._began = self._loop.taken, time.perf_counter()
 
     def stop(self) -> None:
-        """End the stretch, if it has any steps; waits for the device if it has counters."""
+        """End the stretch, if it has any steps; wait for a device with counters."""
         if self._began is None or self._began[0] == self._loop.taken:
             return
         if self._gpu and self._counters:
@@ -298,7 +295,7 @@ class EnergyMeter:
             counter.end(steps, seconds)
 
     def finish(self) -> Hardware | None:
-        """Return what the record says of the hardware; called in all ranks after the last step."""
+        """Return the record's fields on the hardware; called in all ranks after the last step."""
         if self._job.spec.virtual:
             return None
         load = self._load.load()

@@ -24,9 +24,9 @@ from ptdbench.training.loop import StepLoop
 class Evaluator:
     """Evaluates the model on all ranks.
 
-    The held-out part is split into blocks of ``eval.micro_batch`` samples, assigned to the replicas round-robin. Blocks
-    do not depend on the number of ranks, each is summed by one replica, and sums are combined exactly. The result is
-    the same for any number of ranks; a sampler that pads the last ranks would count some samples twice.
+    The held-out part is split into blocks of ``eval.micro_batch`` samples, assigned to the replicas round-robin. Each
+    block is summed by one replica, and sums are combined exactly, so that the result is the same for any number of
+    ranks; a sampler that pads the last ranks would count some samples twice.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
@@ -37,7 +37,7 @@ class Evaluator:
         targets, model = self._example[1], job.training.model
         has_classes = targets.dim() == 1 and not targets.is_floating_point()
         self._classifies = has_classes and not only_loss(model)
-        # The loss as a function of the outputs, which accuracy needs; without it, the loss takes a second forward pass.
+        # The loss as a function of the outputs, which accuracy needs; otherwise the loss takes a second forward pass.
         self._loss = loss_of_outputs(model) if self._classifies else None
 
     @property
@@ -53,9 +53,9 @@ class Evaluator:
         return at_end or steps % every == 0
 
     def __call__(self, stopped: Callable[[int], str | None]) -> bool:
-        """Evaluate now, and return whether it finished; called in all ranks, between two steps.
+        """Evaluate, and return whether it finished; called in all ranks, between two steps.
 
-        ``stopped`` is called after each batch with their number; it returns why to stop, the same on all ranks.
+        ``stopped``: called after each batch with their number; returns why to stop, the same on all ranks.
         """
         with self._job.watchdog.paused(), self._job.display.during("evaluating"):
             evaluation = self._evaluate(stopped)
@@ -102,7 +102,7 @@ class Evaluator:
         blocks = math.ceil(len(held_out) / size)
         sums = torch.zeros(blocks, 3, dtype=torch.float64, device=self._job.device)
         for batches, first in enumerate(range(0, blocks, replicas), start=1):
-            # An idle replica recomputes the first block of the round: under FSDP every forward needs all ranks.
+            # An idle replica repeats the first block of the round: under FSDP every forward pass needs all ranks.
             block = first + self._loop.replica
             idle = block >= blocks
             start = (first if idle else block) * size
@@ -135,7 +135,7 @@ class Evaluator:
 def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Give all replicas the buffers of the first one, as batch norm statistics differ.
 
-    They are sent as contiguous bytes: NCCL refuses some types and other strides, and gloo writes past expanded tensors.
+    They are sent as contiguous bytes: NCCL rejects some types and strides, and gloo writes past expanded tensors.
     """
     for once in map(without_repeats, module.buffers()):
         sent = once.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The step loop: runs optimizer steps, from gradients to new weights, and times only these."""
+"""The step loop: runs optimizer steps, from gradients to new weights, and times nothing else."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ptdbench.setup.config import Train
 
 
 class Update:
-    """Turns gradients into new weights, with the steps, clipping and averaging that the ``train`` options request.
+    """Turns gradients into new weights, with clipping and averaging as in the ``train`` options.
 
-    ``optimizer`` is freshly created over the engine's parameters; ``scale``: whether to scale losses, as fp16 needs.
+    ``optimizer``: newly created over the engine's parameters; ``scale``: whether to scale losses, as fp16 needs.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Update:
         self._schedule = schedule
         self._options = options
         self._rates = [group["lr"] for group in optimizer.param_groups]
-        # Scale on the device of the weights: offloading keeps them on the host, which would not wait for async copies.
+        # On the device of the weights: with offloading that is the host, which would not wait for async copies.
         held = next((weight.device for group in optimizer.param_groups for weight in group["params"]), device)
         self._scaler = AgreedGradScaler(held.type, enabled=scale)
         self._average = WeightAverage(optimizer, options.ema, engine.share_weights) if options.ema else None
@@ -76,7 +76,7 @@ class Update:
         self.gradient_norms.clear()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has its weight averages, if these are kept."""
+        """Return a context in which the model has its weight averages, if they are kept."""
         if not self._average:
             return nullcontext()
         self.before_change()
@@ -92,7 +92,7 @@ class Update:
         return self._scaler.state_dict()
 
     def _clip(self, most: float) -> None:
-        """Clip by the global norm: clipping each rank by its local norm would change the direction."""
+        """Clip by the global norm; local norms would change the direction."""
         self._scaler.unscale_(self.optimizer)
         norm = self._engine.gradient_norm()
         # torch scales weights of one mesh in one operation.
@@ -107,9 +107,9 @@ COLLECT_EVERY = 100
 
 
 def collect_garbage() -> None:
-    """Collect garbage, and exempt surviving objects from later collections until ``gc.unfreeze()``.
+    """Collect garbage, and exempt survivors from later collections until ``gc.unfreeze()``.
 
-    A collection over all objects that torch has imported takes as long as a step of a small model.
+    Traversing all objects that torch has imported takes as long as a step of a small model.
     """
     gc.collect()
     gc.freeze()
@@ -123,8 +123,7 @@ class StepLoop:
         self.update = update  #: Turns gradients into new weights.
         self.feed = feed  #: Supplies this rank's batches.
         self.mesh = mesh  #: The mesh of ranks.
-        #: This rank's index among the replicas of its part, which selects its share of the batch.
-        self.replica = mesh.dp.get_local_rank()
+        self.replica = mesh.dp.get_local_rank()  #: This rank's replica, which selects its share of the batch.
         self._memory = memory.in_use(device)
         self.first_step = 0  #: Number of steps before this loop, if resumed from a checkpoint.
         self.clock = clock.for_device(device)  #: Times of the undrained steps.

@@ -1,4 +1,4 @@
-"""Memory of a step by purpose, from one more step in which the profiler records allocations."""
+"""Memory of a step by purpose, from an extra step in which the profiler records allocations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ptdbench.terminal import echo
 from ptdbench.training import profile, traces, virtual_account
 from ptdbench.training.loop import StepLoop
 
-#: In the directory of a run with ``profile.trace``, beside the memory of all ranks: a folder with one file per rank.
+#: The folder in a run's directory with one file of memory per rank, with ``profile.trace``.
 FOLDER = "memory"
 
 #: Maximum number of allocations in a snapshot of a GPU's memory.
@@ -33,10 +33,7 @@ _ENTRIES = 200_000
 
 
 def split(job: Job, loop: StepLoop) -> Memory | None:
-    """Split the memory of a step by purpose; called in all ranks, as the last part of a run.
-
-    ``None`` on ranks other than the first.
-    """
+    """Split the memory of a step by purpose, at the end of a run; called in all ranks. ``None`` except on rank 0."""
     started = time.perf_counter()
     state: dict[int, tuple[str, int]] = {}
     keep = job.spec.config.profile.trace
@@ -63,15 +60,15 @@ def split(job: Job, loop: StepLoop) -> Memory | None:
 
 
 def _usage(taken: Any, state: dict[int, tuple[str, int]], device_type: str) -> list[Usage] | str:
-    """Return the memory of the step, or why it is unknown: a failure here must not cost the phases too."""
+    """Return the memory of the step, or why it is unknown: a failure must not cost the phases too."""
     try:
         return allocations.usage(allocations.read(taken, device_type), state)
-    except Exception as error:  # torch's tree of events is no public interface
-        return f"what the profiler saw cannot be read: {type(error).__name__}: {error}"
+    except Exception as error:  # torch's tree of events is not a public interface
+        return f"cannot read the profiler's allocations: {type(error).__name__}: {error}"
 
 
 def _note(state: dict[int, tuple[str, int]], loop: StepLoop, device_type: str) -> None:
-    """Note the storages of the training state by address: the kind and the bytes of each."""
+    """Note the kind and the bytes of each storage of the training state, by address."""
     state.clear()
     with record_function(allocations.INVENTORY):
         for kind, tensors in _state(loop).items():
@@ -115,6 +112,6 @@ def _snapshot(job: Job) -> Iterator[None]:
                 folder.mkdir(exist_ok=True)
                 torch.cuda.memory._dump_snapshot(str(folder / f"rank{job.world.rank}.pickle"))
             except (OSError, RuntimeError) as error:  # torch symbolizes stacks, which may fail
-                echo(f"warning: the snapshot of the memory could not be written: {error}", sys.stderr)
+                echo(f"warning: cannot write the memory snapshot: {error}", sys.stderr)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -38,9 +38,8 @@ class Measurement:
     step_seconds: Sequence[float]  #: Seconds of every step on its slowest rank, including the first step.
     samples_per_step: int  #: Samples of one step over all ranks: the global batch.
     tokens_per_sample: int | None  #: Sequence length; ``None`` if samples are not token sequences.
-    #: FLOPs of forward and backward pass for one sample by the model's formula, if it has one.
-    flops_per_sample: float | None
-    flops_reason: str | None  #: Why there is no such formula, else ``None``.
+    flops_per_sample: float | None  #: FLOPs of forward and backward pass for one sample by the model's formula.
+    flops_reason: str | None  #: Why there is no formula, else ``None``.
     world_size: int  #: Ranks, one device each.
     device_name: str  #: As returned by :func:`device_name`.
     dtype: str  #: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
@@ -54,12 +53,12 @@ class Measurement:
 
 
 def metrics(measured: Measurement) -> Metrics:
-    """Compute the figures of the steps after the warm-up; unknown ones are ``None``, as all rates without such steps.
+    """Compute the figures of the steps after the warm-up; unknown ones are ``None``.
 
     A step takes as long as its slowest rank. Throughput is the total of timed samples over the total of timed seconds,
     not a mean of rates, which would favor runs with uneven steps. ``mfu`` is model FLOP/s per device over the device's
-    dense peak (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count. ``mfu_causal`` is the same
-    without the FLOPs that causal attention masks.
+    dense peak (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count. ``mfu_causal`` excludes the
+    FLOPs that causal attention masks.
     """
     last_start = measured.step_seconds[measured.warmup_steps :]
     timed = [*measured.earlier_seconds, *last_start]
@@ -98,9 +97,9 @@ def _times(quantity: float | None, factor: float | None) -> float | None:
 def _mfu(measured: Measurement, rate: float | None, dtype: str) -> tuple[float | None, str | None]:
     """Return the utilization of a dtype's peak at a rate of model FLOP/s per device, or why there is none."""
     if measured.flops_per_sample is None:
-        return None, measured.flops_reason or "the model states no FLOPs"
+        return None, measured.flops_reason or "the model's FLOPs are unknown"
     if rate is None:
-        return None, "no step was finished"
+        return None, "no step finished"
     peak, reason = dense_peak(measured.device_name, dtype)
     return (None, reason) if peak is None else (rate / peak, None)
 
@@ -126,9 +125,9 @@ def ceiling_of_run(job: Job) -> Ceiling:
 
 
 def figures(job: Job, path: Path, segments: Sequence[Segment], ceiling: Ceiling) -> Results:
-    """Compute the results of the steps so far, read from the series file at ``path``, without memory.
+    """Compute the results, without memory, of the steps so far, read from the series file at ``path``.
 
-    ``segments`` are the run's starts, which are given their ``warmup_steps``.
+    ``segments``: the run's starts, whose ``warmup_steps`` are set.
     """
     losses, seconds, waits = (
         series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds", "wait_seconds")
@@ -169,9 +168,9 @@ def figures(job: Job, path: Path, segments: Sequence[Segment], ceiling: Ceiling)
 def _seconds_of_starts(
     segments: Sequence[Segment], seconds: np.ndarray, minimum: int
 ) -> tuple[list[float], list[float]]:
-    """Give each start its ``warmup_steps``, at least ``minimum``; return the seconds of all steps of the last start.
+    """Set the ``warmup_steps`` of each start, at least ``minimum``; return the seconds of all steps of the last start.
 
-    And those of the timed steps of earlier starts with the same layout, as far as they are known.
+    And of the timed steps of earlier starts with the same layout, where known.
     """
     of_starts = [of_start[np.isfinite(of_start)].tolist() for of_start in (_of(start, seconds) for start in segments)]
     layouts = (json.dumps(to_builtins(start.layout), sort_keys=True) for start in segments)
@@ -186,7 +185,7 @@ def _seconds_of_starts(
 
 
 def first_nonfinite_loss(path: Path) -> int | None:
-    """Return the first step whose loss is not finite; lost steps, which have no time either, do not count."""
+    """Return the first step whose loss is not finite; lost steps, which have no time, do not count."""
     losses, seconds = (series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds"))
     wrong = np.flatnonzero(np.isnan(losses) & np.isfinite(seconds))
     return int(wrong[0]) if len(wrong) else None
@@ -198,7 +197,7 @@ def _of(segment: Segment, values: np.ndarray) -> np.ndarray:
 
 
 def device_name(job: Job) -> str:
-    """Return ``cpu``, or the GPU name given by ``torch.cuda.get_device_name``, or all names if they differ."""
+    """Return ``cpu``, or the ranks' GPU name as reported by torch, or all names if they differ."""
     if job.device.type == "cpu":
         return "cpu"
     return " and ".join(sorted({peer.device.partition(" ")[2] for peer in job.peers}))
@@ -210,34 +209,31 @@ def dtype_of(job: Job) -> str:
 
 
 #: Why a share above 100 % may be correct.
-_LOADED = "other load slowed the products down"
+_LOADED = "other load slowed down the products"
 _OTHERWISE = (
-    "products are measured in a few shapes and from a cold cache, and model FLOPs count attention in full, although a "
-    "causal kernel skips half of it"
+    "products are measured in a few shapes with a cold cache, and model FLOPs include the half of attention that a "
+    "causal kernel skips"
 )
 
 
 def recheck_ceiling(job: Job, outcome: Outcome) -> None:
-    """Re-measure the ceiling if the run exceeded it; called in all ranks, after the last step.
-
-    The outcome on rank 0 is then related to the higher ceiling, with a remark.
-    """
+    """Re-measure the ceiling if the run exceeded it, and update rank 0's outcome; called in all ranks, at the end."""
     share = (outcome.metrics or Metrics()).share_of_ceiling or 0.0
     if not gather(share > 1)[0]:
         return
     with job.watchdog.paused(), job.display.during("measuring the ceiling again"):
         try:
             again: Measured | str = ceiling.measure_again(job.world, job.device, dtype_of(job), job.watchdog.alive)
-        except ConfigError as lack:  # too little memory beside the model, in all ranks
-            again = str(lack)
+        except ConfigError as error:  # the model leaves too little memory, in all ranks
+            again = str(error)
     if outcome.metrics and outcome.remarks and job.world.is_first:
         outcome.metrics, outcome.remarks.ceiling = against_higher_ceiling(outcome.metrics, job.world.size, again)
 
 
 def against_higher_ceiling(figures: Metrics, world_size: int, again: Measured | str) -> tuple[Metrics, str]:
-    """Relate figures to the higher of two ceilings, and describe the outcome in words.
+    """Relate figures, which exceed the earlier ceiling, to the higher of two, and describe the outcome in words.
 
-    ``figures`` exceed the earlier ceiling; ``again`` is the new one, or why there is none.
+    ``again``: the new ceiling, or why there is none.
     """
     assert figures.ceiling_flops_per_second
     earlier = Measured(figures.ceiling_flops_per_second, "", figures.ceiling_beside_load)
@@ -245,11 +241,11 @@ def against_higher_ceiling(figures: Metrics, world_size: int, again: Measured | 
     figures = replace(figures)
     _relate(figures, best, world_size)
     if isinstance(again, str):
-        remark = f"ceiling passed, and not re-measured: {again}"
+        remark = f"ceiling exceeded, but not re-measured: {again}"
     elif best is again:
         remark = f"ceiling re-measured: was {_text(earlier)}; now {_text(again)}"
     else:
-        remark = f"ceiling re-measured: {_text(again)} is not above the earlier {_text(earlier)}"
+        remark = f"ceiling re-measured: {_text(again)}, not above the earlier {_text(earlier)}"
     if (figures.share_of_ceiling or 0) > 1:
         remark += f"; the model reaches {figures.share_of_ceiling:.1%} of it: "
         remark += _LOADED if best.beside_load else _OTHERWISE
@@ -257,12 +253,12 @@ def against_higher_ceiling(figures: Metrics, world_size: int, again: Measured | 
 
 
 def _text(ceiling: Measured) -> str:
-    return flops_text(ceiling.flops_per_second) + ", taken beside other load" * bool(ceiling.beside_load)
+    return flops_text(ceiling.flops_per_second) + ", measured under load" * bool(ceiling.beside_load)
 
 
 def experts(job: Job, loop: StepLoop) -> Experts | None:
     """Return the distribution of tokens over experts, ``None`` without experts or steps; called in all ranks."""
-    if job.spec.virtual:  # experts are taken in turn, without counts
+    if job.spec.virtual:  # experts are chosen round-robin, without counts
         return None
     of_ranks: list[tuple[dict[str, list[float]], list[float]]] = gather(loop.engine.routed())
     counts = {name: numbers for of_rank, _ in of_ranks for name, numbers in of_rank.items()}

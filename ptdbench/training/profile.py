@@ -1,6 +1,6 @@
-"""The profiling pass: a few more steps under torch's profiler, after the timed steps.
+"""The profiling pass: a few extra steps under torch's profiler, after the timed steps, which have no labels.
 
-These steps continue training, but their weights are not used. Their clocks and labels are absent from timed steps.
+These steps continue training, but their weights are not used.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ptdbench.launch.collect import gather
 from ptdbench.measure import bandwidth
 from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import events, perfetto, schedule, trace
-from ptdbench.profiling.phases import PHASES, Partition, Traffic, partition
+from ptdbench.profiling.phases import PHASES, PhaseTimes, Traffic, partition
 from ptdbench.records.schema import Communication, Metrics, Phases
 from ptdbench.training import traces
 from ptdbench.training.loop import StepLoop
 
-#: In the directory of a run with ``profile.trace``, beside the trace of all ranks: a folder with a trace of each rank
-#: and a table of rank 0's longest operations.
+#: The folder in a run's directory with a trace per rank, and its table of rank 0's longest operations, with
+#: ``profile.trace``.
 TRACES, OPERATIONS = "trace", "operations.txt"
 
 #: Number of operations in the table.
@@ -50,14 +50,12 @@ MOST_SECONDS = 60.0
 class Expected:
     """The expected communication and stages of a step."""
 
-    #: Bytes of each communication operation by formula, see :mod:`ptdbench.parallel.comm_volume`.
-    volume: Mapping[str, Size] = field(default_factory=dict)
-    #: For each pipeline stage, the names of the parts that are not repeated layers; ``None`` without a pipeline.
-    parts: list[list[str]] | None = None
+    volume: Mapping[str, Size] = field(default_factory=dict)  #: Bytes of each communication operation by formula.
+    parts: list[list[str]] | None = None  #: Each pipeline stage's parts outside the repeated layers.
 
 
 def expect(job: Job) -> Expected:
-    """Predict a step, before the layout changes the model. Empty on ranks and in runs that do not use it."""
+    """Predict a step, before the layout changes the model; empty on ranks and in runs that do not use it."""
     training = job.training
     if not job.world.is_first or not job.spec.config.profile.steps:
         return Expected()
@@ -81,7 +79,7 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected
                 return Phases(steps=0, reason=reason)
             assert isinstance(read, trace.Trace)
             ready = traces.ready(read.calls, loop.mesh.groups(), ahead)
-            of_ranks: list[Partition] = gather(partition(read, ready))
+            of_ranks: list[PhaseTimes] = gather(partition(read, ready))
     if not job.world.is_first:
         return None
     breakdown = scaled(of_ranks, timed)
@@ -101,22 +99,22 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected
 
 
 def reason_of_any(result: object) -> str | None:
-    """Return why a rank has no result, which is then a text; called in all ranks, with the same answer."""
+    """Return the reason of any rank whose result is a text instead; called in all ranks, with the same answer."""
     return next(filter(None, gather(result if isinstance(result, str) else None)), None)
 
 
 def _count(steps: int, timed: float | None) -> int:
-    """Return the number of steps to profile: as many as requested, if they take at most ``MOST_SECONDS``."""
+    """Return the number of steps to profile: as requested, within ``MOST_SECONDS``."""
     return max(1, int(min(steps, MOST_SECONDS / timed if timed else math.inf)))
 
 
 def run(
     job: Job, loop: StepLoop, steps: int, *, memory: bool = False, between: Callable[[], None] = lambda: None
 ) -> profile:
-    """Run steps under the profiler, after an uncounted warm-up step, which virtual GPUs do not need.
+    """Run steps under the profiler, after a warm-up step, which virtual GPUs do not need.
 
-    The steps of the loop must be drained. With ``memory``, allocations are recorded too; ``between`` is called in each
-    step once the gradients are complete.
+    The steps of the loop must be drained. ``memory``: record allocations too; ``between``: called in each step once the
+    gradients are complete.
     """
     first = loop.done
     counted = first + (job.spec.virtual is None)
@@ -131,7 +129,7 @@ def run(
 
 
 def step(loop: StepLoop, number: int, between: Callable[[], None] = lambda: None) -> None:
-    """Take one optimizer step, as in :meth:`StepLoop.step`, with labels instead of a clock."""
+    """Run one optimizer step as :meth:`StepLoop.step`, with labels instead of a clock."""
     with record_function(trace.DATA):
         inputs, targets = loop.feed(number)
     with record_function(trace.GRADIENTS):
@@ -142,17 +140,17 @@ def step(loop: StepLoop, number: int, between: Callable[[], None] = lambda: None
 
 
 def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
-    """Write the trace to ``path`` and read it; return why if that fails: a full disk costs the phases, not the run."""
+    """Write and read the trace, or return why that failed: a full disk costs the phases, not the run."""
     try:
         taken.export_chrome_trace(str(path))
         events_of_rank = trace.read(path, device_type)
         if device_type != "cpu" and any(
             call.operation in events.POINT_TO_POINT and call.peer is None for call in events_of_rank.calls
         ):
-            return "NCCL's trace does not say between which stages a message went: waiting would count as communication"
+            return "NCCL's trace does not name the stages of a message, so waiting would count as communication"
         return events_of_rank
     except (OSError, RuntimeError, ValueError) as error:
-        return f"the trace cannot be written and read: {lack_of_space(error, path.parent) or error}"
+        return f"cannot write and read the trace: {lack_of_space(error, path.parent) or error}"
 
 
 def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:
@@ -164,15 +162,15 @@ def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:
         (path.parent / OPERATIONS).write_text(str(table))
 
 
-def scaled(of_ranks: Sequence[Partition], timed: float | None) -> Phases:
-    """Return the times of all ranks' partitions, scaled to the timed step."""
+def scaled(of_ranks: Sequence[PhaseTimes], timed: float | None) -> Phases:
+    """Return the phases of all ranks, scaled to the timed step."""
     count = len(of_ranks)
     durations = [of_rank.duration / of_rank.steps for of_rank in of_ranks]
     step_seconds = timed or max(durations)
     of_ranks = [_without_profiler(of_rank, step_seconds) for of_rank in of_ranks]
-    #: With factors from a rank's seconds of all profiled steps to seconds of one timed step.
+    # With factors from a rank's seconds of all profiled steps to seconds of one timed step.
     scales = [(of_rank, step_seconds / of_rank.duration) for of_rank in of_ranks]
-    #: By step and rank: how long the other ranks waited for it, averaged over these.
+    # By step and rank: how long the other ranks waited for it, on average.
     waited_for = np.zeros((of_ranks[0].steps, count))
     for of_rank, scale in scales:
         for of_step, waited in zip(waited_for, of_rank.waited_for, strict=True):
@@ -192,11 +190,11 @@ def scaled(of_ranks: Sequence[Partition], timed: float | None) -> Phases:
 
 
 def _mean(traffic: Sequence[tuple[Traffic, float]], steps: int, ranks: int) -> Communication:
-    """Average an operation over the steps of all ranks; calls with unknown end count with the mean time of the others.
+    """Average an operation over the steps of all ranks; calls with unknown end take the mean time of the others.
 
-    ``traffic`` is that of each rank with its scale; the seconds, which are scaled to one step, are averaged over ranks.
+    ``traffic``: of each rank, with the factor that scales its seconds to one step.
     """
-    calls, ended = sum(sent.calls for sent, _ in traffic), sum(sent.known for sent, _ in traffic)
+    calls, ended = sum(sent.calls for sent, _ in traffic), sum(sent.timed for sent, _ in traffic)
     seconds = sum(sent.seconds * scale for sent, scale in traffic) / ranks
     return Communication(
         calls=calls / steps,
@@ -206,19 +204,19 @@ def _mean(traffic: Sequence[tuple[Traffic, float]], steps: int, ranks: int) -> C
     )
 
 
-def _without_profiler(of_rank: Partition, step_seconds: float) -> Partition:
-    """Remove the profiler's overhead from the host time of a partition: it slows down the host, but no kernels."""
+def _without_profiler(of_rank: PhaseTimes, step_seconds: float) -> PhaseTimes:
+    """Remove the profiler's overhead from the host time: it slows down the host, but no kernels."""
     host = min(of_rank.seconds["host"], max(0.0, of_rank.duration - of_rank.steps * step_seconds))
     left = {**of_rank.seconds, "host": of_rank.seconds["host"] - host}
     return replace(of_rank, duration=of_rank.duration - host, seconds=left)
 
 
 def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float | None:
-    """Return an operation's seconds by the fit of ``workload=collectives``, if its calls involve all ranks."""
+    """Predict an operation's seconds by the fit of ``workload=collectives``, if its calls involve all ranks."""
     dims, strategy = job.training.layout.dims, job.training.strategy
     if max(getattr(dims, name) for name in dims.order()) < dims.world_size:
         return None
-    precision = {"tf32": "fp32"}.get(name := job.spec.config.general.precision, name)  # cut products are not in fp8
+    precision = {"tf32": "fp32"}.get(name := job.spec.config.general.precision, name)  # split products are not in fp8
     dtype = precision if dims.tensor > 1 else strategy.sent  # tensor parallelism sums activations
     return bandwidth.fitted_seconds(bandwidth.fits_key(job.spec.backend, job.peers), operation, dtype, calls, size)
 
@@ -231,19 +229,18 @@ def _bubble(job: Job) -> float | None:
     return strategy.pipeline_schedule.bubble(layout.dims.pipeline, strategy.stages_on_rank, layout.microbatches)
 
 
-#: Above the level of errors, which include the absence of a GPU.
+#: A log level above errors, which include the absence of a GPU.
 _SILENT = "99"
 
-#: Seconds in which gloo's threads report the end of the last message, even on a busy machine.
+#: Seconds for gloo's threads to report the end of the last message, even on a busy machine.
 _SETTLING = 0.05
 
 
 @contextmanager
 def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
-    """Profile this rank inside the block; the profile can be written after it.
+    """Profile this rank inside the block, with ``memory`` also allocations; the profile can be written after it.
 
-    With ``memory``, also record allocations. ``torch.profiler.profile`` is not used, as it imports the compiler, which
-    takes a second and a half.
+    ``torch.profiler.profile`` would import the compiler, which takes a second and a half.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     on_gpu = "cuda" if device.type == "cuda" else None

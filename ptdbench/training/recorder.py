@@ -1,9 +1,7 @@
 """Records the series of a run: drained from all ranks periodically, and appended to one file by rank 0.
 
-Ranks hold only the steps since the last drain, and nothing is gathered twice: the cost of a save or an evaluation does
-not grow with the number of steps.
-
-Drained steps are also shown as curves in TensorBoard and figures in the record, which remain however the run ends.
+Ranks hold only the steps since the last drain, so that a save or an evaluation does not get slower with the number of
+steps. Drained steps also appear in TensorBoard and in the record's figures, which remain however the run ends.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ from ptdbench.training.metrics import Ceiling, ceiling_of_run, figures
 #: The series are drained and shown about once per ``DRAIN_SECONDS``, and at least once per ``DRAIN_EVERY`` steps.
 DRAIN_SECONDS, DRAIN_EVERY = 10.0, 1000
 
-#: The second drain waits for this number of steps, so that the pace is measured on steps without a drain.
+#: The second drain waits for this number of steps, so that the pace is measured without a drain.
 _SECOND = 4
 
-#: Figures are computed from all steps of a run. After ``_MANY`` steps this takes at most ``_SHARE`` of its time.
+#: Figures are computed from all steps of a run; after ``_MANY`` steps this takes at most ``_SHARE`` of its time.
 _MANY, _SHARE = 10_000, 0.01
 
 
@@ -45,7 +43,7 @@ class Recorder:
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
         self.path = job.directory / series.NAME  #: The series file, written by rank 0.
-        self.warnings: list[str] = []  #: Which steps before this process lost their figures, and why.
+        self.warnings: list[str] = []  #: Steps before this process whose figures are lost, and why.
         self._job = job
         self._loop = loop
         self._earlier: list[Segment] = []
@@ -59,13 +57,13 @@ class Recorder:
         self._drained_at = self._next_figures_at = time.perf_counter()
         writes = job.world.is_first and store.TRIES not in job.directory.parts
         services = [TensorBoard(), choices.build(job.spec.config, "logger")] if writes else []
-        #: The writers of the run's curves to TensorBoard and a logging service, on rank 0; none for a trial run.
+        #: Writers of the run's curves to TensorBoard and a logging service, on rank 0; none for a try.
         self.logs = [Log(service, job.directory) for service in services if service]
 
     def begin(self, steps: int = 0, source: Path | None = None, facts: Mapping[str, Any] | None = None) -> None:
         """Adopt the steps done before this process; called in all ranks, before the first step.
 
-        ``source`` is the directory of the run that did these steps, and ``facts`` are from its checkpoint.
+        ``source``: the directory of the run that did them; ``facts``: from its checkpoint.
         """
         facts = facts or {}
         self._earlier = convert(facts.get("segments", []), list[Segment])
@@ -79,8 +77,7 @@ class Recorder:
             kept = series.copy(source / series.NAME, self.path, steps)
         if kept < steps:
             series.append(self.path, series.unknown(steps - kept))
-            lost = f"{source}/{series.NAME} holds {kept} of the {steps} earlier steps"
-            lost += ": the figures of the others are lost"
+            lost = f"{source}/{series.NAME} has {kept} of the {steps} earlier steps; the figures of the rest are lost"
             self.warnings.append(lost)
             echo(f"warning: {lost}", sys.stderr)
 
@@ -88,16 +85,16 @@ class Recorder:
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """If the run fails on this rank, tell its logging services; otherwise they are told the outcome elsewhere."""
+        """Abort the logs if the run fails on this rank; otherwise they get the outcome elsewhere."""
         if failed:
             for log in self.logs:
-                log.abort(tells=not issubclass(failed, OSError))  # a full disk, which the run's own error tells
+                log.abort(tells=not issubclass(failed, OSError))  # a full disk, which the run's own error reports
 
     @property
     def due(self) -> bool:
         """Whether :meth:`show` is due; all ranks agree after the same step.
 
-        The number of steps at most doubles between two calls: however a run ends, at least half of its steps are kept.
+        Steps at most double between two calls, so that at least half of them are kept however the run ends.
         """
         return self._loop.taken >= self._next
 
@@ -114,9 +111,9 @@ class Recorder:
         barrier()  # otherwise the other ranks would wait for rank 0 within the next timed step
 
     def show(self, evaluations: Sequence[Evaluation]) -> None:
-        """Write new steps and evaluations to TensorBoard, and figures and all evaluations to the record.
+        """Write new steps and evaluations to TensorBoard, and figures and all ``evaluations`` to the record.
 
-        Called in all ranks, between two steps, with all evaluations of the run so far.
+        Called in all ranks, between two steps.
         """
         self.drain()
         taken, pace = self._loop.taken, max(self._seconds_per_step, 1e-9)
@@ -135,15 +132,15 @@ class Recorder:
         if self._unshown:
             rows = np.concatenate(self._unshown)
             with suppress(OSError, store.Damaged):  # training continues if the record cannot be read
-                known = store.read_record(self._job.directory)
+                run = store.read_record(self._job.directory)
                 for log in self.logs:
-                    log.show(known, self._loop.done - len(rows), rows, evaluations[self._shown_evaluations :])
+                    log.show(run, self._loop.done - len(rows), rows, evaluations[self._shown_evaluations :])
                 self._unshown, self._shown_evaluations = [], len(evaluations)
 
     def figures(self, if_quick: bool = False) -> Results:
         """Return the measured results on rank 0, if all steps so far are on disk; else none.
 
-        Called in all ranks, between two steps. ``if_quick``: return none if it would take too much run time.
+        Called in all ranks, between two steps. ``if_quick``: return none if they would take too long.
         """
         peaks = (of(self._job.device) for of in (memory.peak_bytes, memory.peak_reserved_bytes))
         outside, size = memory.outside_and_size(self._job.device)
@@ -166,7 +163,7 @@ class Recorder:
     def segments(self) -> list[Segment]:
         """Return a segment per start of the run, the last one without its ``warmup_steps``; called in all ranks.
 
-        The first call gathers the ranks' startup times up to the end of the first step on the last rank.
+        The first call gathers the startup times, up to the end of the first step on the last rank.
         """
         if self._startup is None:
             laps = gather(self._job.watch.laps)
@@ -176,16 +173,12 @@ class Recorder:
         return [*self._earlier, Segment(self._loop.first_step, self._loop.taken, _layout(self._job), self._startup)]
 
     def finish(self) -> None:
-        """Write the last steps to disk; called in all ranks.
-
-        Raises:
-            OSError: They could not be written.
-        """
+        """Write the last steps to disk, or raise OSError; called in all ranks."""
         self.drain()
         self._write()
 
     def _gathered(self) -> np.ndarray:
-        """Gather the rows of the steps since the last drain, the same on every rank."""
+        """Gather the rows of the steps since the last drain, equal on all ranks."""
         job, loop, update = self._job, self._loop, self._loop.update
         losses = total(torch.stack(loop.losses).flatten().double().cpu() * loop.engine.owns_loss)
         now, count = time.perf_counter(), len(losses)
@@ -215,7 +208,7 @@ class Recorder:
             del self._unwritten[0]
 
 
-#: Options of the work that do not affect step times: a continued run may change them.
+#: Options that do not affect step times: a continued run may change them.
 _TIMELESS = ("train.steps", "train.max_minutes", "eval.every", "checkpoint.every_steps", "checkpoint.keep")
 
 

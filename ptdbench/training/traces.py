@@ -1,4 +1,4 @@
-"""Traces in the directory of a run, clock offsets between ranks, and the ranks that take part in a traced call."""
+"""Traces in the directory of a run, clock offsets between ranks, and the ranks of a traced call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import machine
 from ptdbench.parallel.ring import RingAttention
 from ptdbench.profiling import perfetto
-from ptdbench.profiling.events import LABELED, POINT_TO_POINT, Call
+from ptdbench.profiling.events import LABELED, POINT_TO_POINT, CommCall
 from ptdbench.profiling.phases import Ready
 from ptdbench.profiling.trace import UPDATE
 from ptdbench.terminal import echo
@@ -75,11 +75,10 @@ def _answer(asking: int, device: torch.device) -> float:
 
 
 def keep(job: Job, folder: str, write: Callable[[Path], None], ahead: float, name: str) -> None:
-    """Let each rank write its trace, and rank 0 a merged trace of all ranks.
+    """Let each rank ``write`` its trace to ``folder`` in the run's directory, and rank 0 merge them into ``name``.
 
-    Called in all ranks; if one cannot write, the merged trace is lost, but not the run. In the run's directory,
-    ``folder`` is for the compressed traces of single ranks, which ``write`` writes, and ``name`` is the merged file.
-    This rank's clock is ``ahead`` seconds ahead of rank 0's.
+    Called in all ranks; if one cannot write, the merged trace is lost, but not the run. ``ahead``: seconds by which
+    this rank's clock is ahead of rank 0's.
     """
     written: list[tuple[float, str | None]] = gather((ahead, _written(_of_rank(job, folder, job.world.rank), write)))
     if not job.world.is_first:
@@ -90,11 +89,11 @@ def keep(job: Job, folder: str, write: Callable[[Path], None], ahead: float, nam
         merge = partial(perfetto.merge, of_ranks, _names(job), [offset for offset, _ in written])
         error = _written(job.directory / name, merge)
     if error:
-        echo(f"warning: not all traces could be written: {error}", sys.stderr)
+        echo(f"warning: some traces could not be written: {error}", sys.stderr)
 
 
 def _written(path: Path, write: Callable[[Path], None]) -> str | None:
-    """Write a trace; if that fails, return why, and leave no part of it."""
+    """Write a trace; if that fails, delete it and return why."""
     try:
         path.parent.mkdir(exist_ok=True)
         write(path)
@@ -130,22 +129,22 @@ def stages(job: Job) -> list[list[int]] | None:
 
 
 def facts(job: Job) -> dict[str, object]:
-    """Return the metadata by which Holistic Trace Analysis tells ranks apart."""
+    """Return the metadata of this rank for Holistic Trace Analysis."""
     return {"backend": job.spec.backend, "rank": job.world.rank, "world_size": job.world.size}
 
 
-#: A call without its time: its operation, bytes, and index among calls with these.
+#: A call without its time: operation, bytes, and index among calls that share these.
 _Key = tuple[str, int, int]
 
-#: When a rank started a call, awaited it, and knew that it was done: by rank 0's clock.
+#: When a rank started a call, awaited it, and saw its end, by rank 0's clock.
 _Times = tuple[float, float, float]
 
 
-def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
+def group_of(call: CommCall, groups: dict[str, dist.ProcessGroup]) -> str | None:
     """Return the group of a call; ``None`` if it is unknown.
 
     A gloo trace does not name the group, but the callers reveal it: FSDP, ring attention, other functional collectives
-    for tensor and context parallelism, and DDP, which is C++ and communicates directly from the backward pass.
+    for tensor and context parallelism, and DDP, whose C++ communicates directly from the backward pass.
     """
     if call.ranks is not None:
         named = [name for name, group in groups.items() if dist.get_process_group_ranks(group) == [*call.ranks]]
@@ -171,18 +170,18 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
     return name if name in groups else None
 
 
-def in_pipeline(call: Call, pipeline: dist.ProcessGroup) -> Call:
-    """Convert a message's peer to its rank in the pipeline: torch 2.15 has a group per pair, and lists no ranks."""
+def in_pipeline(call: CommCall, pipeline: dist.ProcessGroup) -> CommCall:
+    """Convert a message's peer to its rank in the pipeline: torch 2.15 has a group per pair, without ranks."""
     if call.peer is None or call.group is None or call.ranks is not None:
         return call
     pair = dist.get_process_group_ranks(_resolve_process_group(cast("Any", call.group)))
     return replace(call, peer=dist.get_process_group_ranks(pipeline).index(pair[call.peer]))
 
 
-def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: float) -> list[Ready]:
-    """Return when each call of this rank could begin; called in all ranks, with calls ordered by their start.
+def ready(calls: Sequence[CommCall], groups: dict[str, dist.ProcessGroup], ahead: float) -> list[Ready]:
+    """Return when each call of this rank could begin; called in all ranks, with calls ordered by start.
 
-    The groups are from :meth:`ptdbench.parallel.mesh.Mesh.groups`, ``ahead`` is from :func:`clock_ahead`.
+    ``groups``: see :meth:`ptdbench.parallel.mesh.Mesh.groups`; ``ahead``: see :func:`clock_ahead`.
     """
     begins = [Ready(call.start) for call in calls]
     of = [group_of(call, groups) for call in calls]
@@ -204,7 +203,7 @@ def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: fl
     return together(calls, begins)
 
 
-def together(calls: Sequence[Call], begins: Sequence[Ready]) -> list[Ready]:
+def together(calls: Sequence[CommCall], begins: Sequence[Ready]) -> list[Ready]:
     """Let the messages of one NCCL kernel begin with the latest of them, as the kernel waits for all."""
     latest: dict[tuple[float, float], Ready] = {}
     for call, ready in zip(calls, begins, strict=True):
@@ -216,7 +215,7 @@ def together(calls: Sequence[Call], begins: Sequence[Ready]) -> list[Ready]:
     ]
 
 
-def _times(call: Call, ahead: float) -> _Times:
+def _times(call: CommCall, ahead: float) -> _Times:
     return call.start - ahead, call.awaited - ahead, call.end - ahead
 
 
@@ -228,10 +227,10 @@ def _ready(mine: _Times, others: Mapping[int, _Times], ranks: Sequence[int], ahe
     return Ready(since + ahead, ranks[last] if since > mine[0] else -1, done)
 
 
-def _keys(calls: Sequence[Call], rank: int) -> Iterator[_Key]:
+def _keys(calls: Sequence[CommCall], rank: int) -> Iterator[_Key]:
     """Yield a key for each call that matches its counterparts on other ranks: all run collectives in the same order.
 
-    The key of a message has its sender, receiver and communicator, as the order is fixed within these.
+    Messages are ordered only within a sender, receiver and communicator, which are parts of their keys.
     """
     counts = Counter[tuple[str, int]]()
     for call in calls:
@@ -244,8 +243,8 @@ def _keys(calls: Sequence[Call], rank: int) -> Iterator[_Key]:
         yield (*kind, counts[kind])
 
 
-def _others(key: _Key, call: Call, rank: int, times: Sequence[dict[_Key, _Times]]) -> dict[int, _Times]:
-    """Return the times of this call on the other ranks; empty if not all of them made it."""
+def _others(key: _Key, call: CommCall, rank: int, times: Sequence[dict[_Key, _Times]]) -> dict[int, _Times]:
+    """Return the times of this call on the other ranks; empty if some did not make it."""
     if call.operation in POINT_TO_POINT:
         return {call.peer: times[call.peer][key]} if call.peer is not None and key in times[call.peer] else {}
     others = {other: of_other[key] for other, of_other in enumerate(times) if other != rank and key in of_other}

@@ -1,4 +1,4 @@
-"""Account of a run on virtual GPUs: memory, kernels, messages, and host time."""
+"""The account of a run on virtual GPUs: memory, kernels, messages, and host time."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> Virtual | None:
-    """Run a step to time the host, and one under the profiler, unless ``profile.steps=0``.
+    """Run a step to time the host, and one under the profiler, unless ``profile.steps=0``; ``None`` except on rank 0.
 
-    Called in all present ranks, when the steps of the loop are drained. On the first rank ``volume`` has the bytes of
-    each communication operation in a step by formula. ``None`` on the other ranks.
+    Called in all present ranks, when the steps of the loop are drained. ``volume``: on rank 0, the bytes of each
+    communication operation in a step by formula.
     """
     of_ranks: list[Virtual] = gather(_of_rank(job, loop))
     if not job.world.is_first:
@@ -44,10 +44,7 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> Virtual | N
 
 
 def merged(accounts: Sequence[Virtual], stands_for: Mapping[int, int] | None = None) -> Virtual:
-    """Combine accounts of different ranks; ``stands_for``: how many ranks each stands for, by default itself only.
-
-    The bytes of a message are known only if all ranks that send it know theirs.
-    """
+    """Combine accounts of different ranks; ``stands_for``: how many ranks each represents, by default itself only."""
     first, ranks = accounts[0], [account.ranks or [] for account in accounts]
     kinds = dict.fromkeys(kind for account in accounts for kind in account.kernels or ())
     operations = dict.fromkeys(operation for account in accounts for operation in account.messages or ())
@@ -77,7 +74,7 @@ def _joined(lists: Iterable[list[T] | None]) -> list[T] | None:
 
 
 def _mean(operation: str, accounts: Sequence[Virtual], counts: Sequence[int]) -> Messages:
-    """Average an operation over all ranks: an account stands for as many as ``counts`` says."""
+    """Average an operation over all ranks; ``counts``: the ranks that each account represents."""
     of_accounts = [(account.messages or {}).get(operation) for account in accounts]
     sent = [(messages, count) for messages, count in zip(of_accounts, counts, strict=True) if messages]
     sizes = [messages.bytes * count for messages, count in sent if messages.bytes is not None]
@@ -90,15 +87,15 @@ def _mean(operation: str, accounts: Sequence[Virtual], counts: Sequence[int]) ->
 
 
 def present(job: Job) -> list[int]:
-    """Return the ranks that really run."""
+    """Return the ranks that run."""
     return list(job.world.present or range(job.world.size))
 
 
 def settle() -> None:
-    """Wait until NCCL's watchdog has seen that all work is done, as it would during the slower steps of a real GPU.
+    """Wait until NCCL's watchdog has seen the end of all work, as it would during the slower steps of a real GPU.
 
-    Up to torch 2.14 the watchdog keeps the tensors of messages alive until then, and polls ten times a second: how much
-    memory that is would depend on this machine. Its replacement in 2.15 does not keep them.
+    Up to torch 2.14 it keeps the tensors of messages alive until then, and polls ten times a second, so that their
+    memory would depend on this machine.
     """
     for group in _communicating():
         if rendezvous.is_watched(group):
@@ -126,7 +123,7 @@ def _of_rank(job: Job, loop: StepLoop) -> Virtual:
             account.kernels, account.messages = _launched(job, loop)
         except (OSError, RuntimeError, ValueError) as error:
             why = lack_of_space(error, Path(tempfile.gettempdir())) or error
-            account.reason = f"the trace cannot be written and read: {why}"
+            account.reason = f"cannot write and read the trace: {why}"
         finally:
             settle()
             memory.trim()

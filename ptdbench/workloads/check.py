@@ -1,7 +1,7 @@
 """The workload ``check``: is this cluster sound? Short versions of the other measurements, and a verdict.
 
 Whatever looks slow is measured again, on all ranks, before it is reported, and the best attempt counts: on a shared
-machine anything may be slow once. If other load explains it, the cluster is not at fault: the verdict is ``busy``.
+machine anything may be slow once. If other load may be the cause, the verdict is ``busy``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ptdbench.launch.collect import gather
 from ptdbench.measure import ceiling, contention, diagnosis, gpu_state, memory, results
 from ptdbench.measure.gpu_state import Gpu, Gpus
 from ptdbench.measure.hardware import environment
-from ptdbench.measure.products import Shape
+from ptdbench.measure.products import ProductShape
 from ptdbench.measure.results import P2P, Finding, Matmul, MessageSize, OtherLoad, Pair
 from ptdbench.measure.timing import median_of
 from ptdbench.problems import Problem, at_least, require
@@ -39,12 +39,12 @@ Rates = tuple[dict[T, float], dict[T, Hashable]]
 FILE = "check.json"
 
 #: The matrix product by device type: large enough to be compute-bound, and short.
-_SHAPES = {"cpu": Shape.of(1024), "cuda": Shape.of(8192)}
+_SHAPES = {"cpu": ProductShape.of(1024), "cuda": ProductShape.of(8192)}
 _DTYPES = ("fp32", "bf16")
 _SECONDS = 0.5
 _MESSAGE_BYTES = 2**24
 
-#: Maximum seconds for the messages of a link: even at 3 MB/s it is measured, where others reach GB/s.
+#: Maximum seconds for the messages of a link: enough for 3 MB/s.
 _LONGEST = 60.0
 #: With more ranks, each sends only to the next one: the number of pairs grows quadratically.
 _MOST_RANKS_IN_PAIRS = 8
@@ -56,11 +56,11 @@ _FEW_COLLECTIVES = Collectives(
 
 
 class Unsound(Exception):
-    """The check found something wrong with this cluster."""
+    """This cluster has a problem."""
 
 
 class Busy(Exception):
-    """The check cannot tell whether this cluster is sound: other processes used it."""
+    """It is unclear whether this cluster is sound, as other processes used it."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Check:
     def __post_init__(self) -> None:
         """Raise ConfigError for options that are invalid on any cluster."""
         wrong = not 0 < self.tolerance < 1
-        rule = "must lie between 0 and 1: a share of the median"
+        rule = "must be between 0 and 1, a fraction of the median"
         require(
             Problem("tolerance", self.tolerance, rule, "0.05 is 5 %") if wrong else None,
             *at_least(1, attempts=self.attempts),
@@ -94,7 +94,7 @@ class Check:
         return Outcome(check=report, error=errors[report.verdict])
 
     def examine(self, job: Job) -> results.Check:
-        """Measure and evaluate; every rank calls this and gets the same result. Rank 0 also writes a file.
+        """Measure and evaluate; called in all ranks, with the same result. Rank 0 also writes a file.
 
         Raises:
             ArithmeticError: A sum, a product or a message is wrong, so that no result can be trusted.
@@ -173,14 +173,14 @@ class Check:
 class _Measured(Generic[R, T]):
     """Figures that were measured until none looked slow."""
 
-    first: R  #: Of the first attempt.
-    slow: dict[T, float]  #: What is slow at best, with its rate as a fraction of the median of its peers.
-    attempts: int  #: How often it was measured.
-    load: list[OtherLoad]  #: Of each node, meanwhile.
+    first: R  #: The figures of the first attempt.
+    slow: dict[T, float]  #: The best rates that are slow, as a fraction of their peers' median.
+    attempts: int  #: Number of measurements.
+    load: list[OtherLoad]  #: Other load of each node meanwhile.
 
 
 def preliminary(job: Job) -> results.Check | None:
-    """Run the check before a training run, or nothing without ``check=true``; rank 0 prints what is unsound."""
+    """Run the check before a training run, if ``check=true``; rank 0 prints what is unsound."""
     if not job.spec.config.general.check:
         return None
     report = Check().examine(job)
@@ -202,16 +202,16 @@ def _texts(report: results.Check) -> str:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a rank knows of its node."""
+    """Facts about a rank's node."""
 
     node: str  #: Its name.
     environment: Mapping[str, Any] = field(default_factory=dict)  #: Versions and hardware.
     seen: Gpus = field(default_factory=Gpus)  #: All GPUs; none if the run does not use them.
-    gpu: Gpu | None = None  #: The rank's own.
+    gpu: Gpu | None = None  #: The rank's GPU.
 
     @classmethod
     def of(cls, job: Job) -> _Facts:
-        """Look around."""
+        """Return this rank's facts."""
         node, installed = job.peers[job.world.rank].node, environment(job.device.type)
         if job.device.type != "cuda":
             return cls(node, installed)
@@ -228,8 +228,8 @@ def _product_rates(job: Job, matmul: Matmul) -> Rates[tuple[str, int]]:
 def _link_rates(facts: Sequence[_Facts], p2p: P2P | None) -> Rates[tuple[int, int]]:
     """Return bytes/s by source and target, over the time of a round trip; a link's peers are of the same kind.
 
-    A link that was too slow to be measured has a rate of 0. Bandwidth without latency is not used, as it has the errors
-    of both; nor is the latency, of which a few microseconds depend on the cores that two ranks happen to run on.
+    A link that was too slow to be measured has a rate of 0. Bandwidth without latency would have the errors of both,
+    and latency varies by a few microseconds with the cores that two ranks happen to run on.
     """
 
     def kind(source: _Facts, target: _Facts) -> Hashable:
@@ -246,7 +246,7 @@ def _link_rates(facts: Sequence[_Facts], p2p: P2P | None) -> Rates[tuple[int, in
 
 
 def _gpu_findings(job: Job, before: Sequence[_Facts], after: Sequence[_Facts]) -> list[Finding]:
-    """Find problems of the GPUs when idle and after load, each once."""
+    """Return the problems of the GPUs when idle and after load, each once."""
     findings: dict[tuple[str, int], Finding] = {}
     for facts in (before, after):
         uuids = [of_rank.gpu and of_rank.gpu.uuid for of_rank in facts]
@@ -271,7 +271,7 @@ def _why_busy(load: Sequence[OtherLoad]) -> str:
 def _remarks(job: Job, facts: Sequence[_Facts], load: Sequence[OtherLoad]) -> list[str]:
     """Return remarks on conditions that do not make the cluster unsound."""
     unseen = (of_rank for of_rank in facts if of_rank.seen.reason)
-    remarks = [f"node {of_rank.node}: no information about its GPUs: {of_rank.seen.reason}" for of_rank in unseen]
+    remarks = [f"node {of_rank.node}: no GPU information: {of_rank.seen.reason}" for of_rank in unseen]
     remarks += [f"node {of_node.node}: {of_node}, which slows it down" for of_node in load if of_node.is_busy]
     if job.world.size == 1:
         remarks.append("a single rank has no links")

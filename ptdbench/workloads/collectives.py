@@ -14,7 +14,7 @@ from ptdbench.job import Job, Outcome
 from ptdbench.launch.collect import most
 from ptdbench.launch.world import World
 from ptdbench.measure import bandwidth, results, timing
-from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, Message, Place, lacking, verify
+from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, GroupRank, Message, unsupported, verify
 from ptdbench.measure.results import CollectiveFit, CollectiveResult, Cut, Series
 from ptdbench.measure.timing import Effort, median_of, summary
 from ptdbench.problems import Problem, divisors, nearest, require, try_these
@@ -28,7 +28,7 @@ _COPIES = 4
 
 @dataclass(frozen=True)
 class Collectives(Effort):
-    """Time collective operations; see ``conf/workload/collectives.yaml`` for what each option means."""
+    """Time collective operations; ``conf/workload/collectives.yaml`` describes the options."""
 
     ops: str | list[str] = "all"
     min_bytes: int = 8
@@ -44,7 +44,7 @@ class Collectives(Effort):
     show = staticmethod(workload_tables.collectives_tables)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for options that are invalid for any ranks."""
+        """Raise ConfigError for options that are invalid on any ranks."""
         wrong = timing.problems(vars(self))
         for option, names in (("ops", OPERATIONS), ("dtypes", DTYPES), ("reductions", REDUCTIONS), ("modes", MODES)):
             wrong += _unknown(option, getattr(self, option), names)
@@ -54,18 +54,18 @@ class Collectives(Effort):
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
         """Raise ConfigError for missing ranks and for operations that the backend does not support."""
-        lacks = [name for name in lacking(backend, device_type) if self.ops != "all" and name in _listed(self.ops, ())]
-        has = [name for name in OPERATIONS if name not in lacking(backend, device_type)]
-        rule = f"{backend} does not support {', '.join(lacks)} of GPU tensors"
-        remedy = f"try {', '.join(has)}, or backend=nccl"
+        missing = unsupported(backend, device_type)
+        requested = [] if self.ops == "all" else [name for name in missing if name in _listed(self.ops, ())]
+        rule = f"{backend} does not support {', '.join(requested)} on GPU tensors"
+        remedy = f"try {', '.join(name for name in OPERATIONS if name not in missing)}, or backend=nccl"
         require(
             timing.single_rank("collectives", world_size),
-            Problem("workload.ops", self.ops, rule, remedy) if lacks else None,
+            Problem("workload.ops", self.ops, rule, remedy) if requested else None,
             *_group_problems(self.group, self.pipeline_size, world_size),
         )
 
     def __call__(self, job: Job) -> Outcome:
-        """Run one rank's part; fits of operations over all ranks are stored for later runs."""
+        """Run one rank's part; fits of operations over all ranks are cached."""
         figures = measure(job, self)
         figures.kept = _keep(job, figures)
         return Outcome(collectives=figures)
@@ -82,7 +82,7 @@ class Collectives(Effort):
 
 
 def measure(job: Job, options: Collectives) -> results.Collectives:
-    """Run the requested measurements; every rank calls this, with the same result.
+    """Run the requested measurements; called in all ranks, with the same result.
 
     All groups work at the same time, and the slowest rank of all counts.
 
@@ -101,7 +101,7 @@ def measure(job: Job, options: Collectives) -> results.Collectives:
         results=[],
         fits=[],
         cut=[],
-        left_out=lacking(job.spec.backend, job.device.type),
+        left_out=unsupported(job.spec.backend, job.device.type),
     )
     for series in options.series(figures.left_out):
         rows = _measure_series(job, options, series, group, len(groups[0]), figures.cut)
@@ -131,7 +131,7 @@ def groups_of(group: str | Sequence[int], world_size: int, pipeline_size: int | 
     if group == "all":
         return [list(range(world_size))]
     if not isinstance(group, str):
-        return [sorted(group)]  # torch numbers ranks in this order, whatever the order given
+        return [sorted(group)]  # torch numbers ranks in this order
     stages = _stages(pipeline_size, world_size)
     if group == "pipeline":
         return [list(range(first, first + stages)) for first in range(0, world_size, stages)]
@@ -177,7 +177,7 @@ def _group_problems(
             rule = f"must divide the number of ranks, {world_size}"
             yield Problem("workload.pipeline_size", pipeline_size, rule, try_these(divisors(world_size)))
         elif group != "all" and len(groups_of(group, world_size, pipeline_size)[0]) < 2:
-            rule = f"{world_size} ranks with {stages} in a pipeline leave one rank in each of these groups"
+            rule = f"has one rank per group, with {world_size} ranks in pipelines of {stages}"
             yield Problem("workload.group", group, rule, "try all, or another workload.pipeline_size")
         return
     missing = [rank for rank in group if not isinstance(rank, int) or not 0 <= rank < world_size]
@@ -185,18 +185,18 @@ def _group_problems(
         rule = f"there is no rank {', '.join(str(rank) for rank in missing)}"
         yield Problem("workload.group", list(group), rule, f"the ranks are 0 to {world_size - 1}")
     if len(set(group)) < max(2, len(group)):
-        yield Problem("workload.group", list(group), "must name two ranks or more, each once")
+        yield Problem("workload.group", list(group), "must name at least two ranks, each once")
 
 
 def _measure_series(
     job: Job, options: Collectives, series: Series, group: Group | None, ranks: int, cut: list[Cut]
 ) -> list[CollectiveResult]:
-    """Measure one operation by size; the first size that takes too long, if any, is added to ``cut``."""
+    """Measure one operation by size; add the first size that takes too long, if any, to ``cut``."""
     operation, dtype = OPERATIONS[series.op], DTYPES[series.dtype or "fp32"]
     reduction = REDUCTIONS[series.reduction or "sum"]
     place = None
     if group:
-        place = Place(group.handle, group.ranks, group.ranks.index(job.world.rank), job.device, dtype, reduction)
+        place = GroupRank(group.handle, group.ranks, group.ranks.index(job.world.rank), job.device, dtype, reduction)
     item = dtype.torch.itemsize
     sizes = timing.sizes(options.min_bytes, options.max_bytes, options.factor)
     counts = dict.fromkeys(operation.count(size, ranks, item) for size in sizes) if series.dtype else [0]
@@ -215,11 +215,11 @@ def _measure_series(
 
 
 def _time(
-    job: Job, message: Message | None, place: Place | None, name: str, asynchronous: bool, effort: Effort
+    job: Job, message: Message | None, place: GroupRank | None, name: str, asynchronous: bool, effort: Effort
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each repetition and of starting it; the result is checked before and after.
+    """Return the seconds of each repetition, and of launching it unless it blocks; verify results before and after.
 
-    Both lists are empty if it would take too long. The second one is also empty for blocking calls.
+    Both lists are empty if repetitions would take too long.
     """
     if message is None or place is None:
         seconds = timing.repeat(None, job.device, effort)
@@ -259,11 +259,11 @@ def _result(
 
 
 def _keep(job: Job, figures: results.Collectives) -> str | None:
-    """Store the fits on rank 0, whose phases use them; return the reason if they could not be stored."""
+    """Cache the fits on rank 0, whose phases use them; return the reason if that failed."""
     if not job.world.is_first or len(figures.groups[0]) < job.world.size:
         return None
     if job.spec.virtual:
-        return "not kept for later runs: virtual GPUs send nothing"
+        return "not cached: virtual GPUs send nothing"
     largest = {str(row): row.bytes for row in figures.results}  # sizes ascend
     lines = {}
     for fit in figures.fits:
@@ -272,7 +272,7 @@ def _keep(job: Job, figures: results.Collectives) -> str | None:
     try:
         bandwidth.keep_fits(bandwidth.fits_key(job.spec.backend, job.peers), lines)
     except OSError as error:
-        return f"not kept for later runs: {error}"
+        return f"not cached: {error}"
     return None
 
 

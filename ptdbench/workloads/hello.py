@@ -25,16 +25,16 @@ class Hello:
         """Accept any ranks."""
 
     def __call__(self, job: Job) -> Outcome:
-        """Run one rank's part; raises ArithmeticError if the sum is wrong, as no result can be trusted then."""
+        """Run one rank's part; raise ArithmeticError if the sum is wrong."""
         return Outcome(hello=meet(job))
 
 
 def meet(job: Job) -> results.Hello:
-    """Add up the ranks' numbers, and describe the ranks; every rank calls this. Raises ArithmeticError."""
+    """Sum the ranks' numbers, and describe the ranks; called in all ranks. Raise ArithmeticError for a wrong sum."""
     total = torch.tensor(float(job.world.rank + 1), device=job.device)
     dist.all_reduce(total)
     size = job.world.size
     expected = size * (size + 1) / 2
     if total.item() != expected:
-        raise ArithmeticError(f"the sum of 1 to {size} over the ranks is {expected:g}, not {total.item():g}")
+        raise ArithmeticError(f"the all-reduce of 1 to {size} gives {total.item():g}, not {expected:g}")
     return results.Hello(job.world.launcher, job.spec.backend, *meeting_point(job.world, os.environ), [*job.peers])

@@ -8,7 +8,7 @@ from typing import Any
 
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import ceiling
-from ptdbench.measure.products import DTYPES, Shape
+from ptdbench.measure.products import DTYPES, ProductShape
 from ptdbench.problems import Problem, require, try_these
 from ptdbench.report import workload_tables
 
@@ -31,38 +31,38 @@ class Matmul:
         wrong = []
         if self.shapes != "auto":
             try:
-                valid = bool([Shape.of(shape) for shape in _listed(self.shapes)])
+                valid = bool([ProductShape.of(shape) for shape in _listed(self.shapes)])
             except ValueError:
                 valid = False
             if not valid:
-                rule = "must be numbers such as 4096, or MxNxK such as 4096x1024x512, and at least one"
+                rule = "must be one or more of N, such as 4096, or MxNxK, such as 4096x1024x512"
                 wrong.append(Problem("shapes", self.shapes, rule))
         dtypes = _listed(self.dtypes)
         if self.dtypes != "auto" and (not dtypes or set(map(str, dtypes)) - set(DTYPES)):
-            rule = "must be dtypes of matrix products"
+            rule = "must be dtypes for matrix products"
             wrong.append(Problem("dtypes", self.dtypes, rule, try_these(DTYPES)))
         if self.seconds <= 0:
             wrong.append(Problem("seconds", self.seconds, "must be greater than 0"))
         require(*wrong)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """Raise ConfigError for a dtype that the device lacks; whether matrices fit in memory is checked by ranks."""
+        """Raise ConfigError for a dtype that the device does not have; ranks check whether matrices fit in memory."""
         _, dtypes = self._chosen(device_type)
         if device_type == "cpu" and "tf32" in dtypes:
-            rule = "TF32 is a format of GPUs"
+            rule = "TF32 exists only on GPUs"
             require(Problem("workload.dtypes", self.dtypes, rule, "try fp32, bf16, fp16"))
 
     def __call__(self, job: Job) -> Outcome:
-        """Run one rank's part; the ceilings are stored for later runs, those of chosen shapes only if higher."""
+        """Run one rank's part; ceilings are cached, of chosen shapes only if higher."""
         shapes, dtypes = self._chosen(job.device.type)
         rates = ceiling.measure(job.world, job.device, shapes, dtypes, self.seconds, alive=job.watchdog.alive)
         rates.kept = ceiling.keep_ceilings(job.world, rates.ceilings, only_higher=self.shapes != "auto")
         return Outcome(matmul=rates)
 
-    def _chosen(self, device_type: str) -> tuple[list[Shape], list[str]]:
+    def _chosen(self, device_type: str) -> tuple[list[ProductShape], list[str]]:
         shapes = ceiling.AUTO_SHAPES[device_type] if self.shapes == "auto" else _listed(self.shapes)
         dtypes = ceiling.AUTO_DTYPES[device_type] if self.dtypes == "auto" else _listed(self.dtypes)
-        return [Shape.of(shape) for shape in shapes], list(dtypes)
+        return [ProductShape.of(shape) for shape in shapes], list(dtypes)
 
 
 def _listed(option: Any) -> list[Any]:

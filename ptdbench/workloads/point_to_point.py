@@ -1,8 +1,8 @@
 """The workload ``p2p``: latency and bandwidth from every rank to every other, one pair at a time.
 
 *One direction.* ``a`` sends the message, and ``b`` answers with :data:`ANSWER` bytes on receipt: a round trip. Each
-times it by its own clock, and the slower time counts. The latency is half the round trip of two such short messages,
-and the one-way time of a message is its round trip minus that latency.
+times it by its own clock, and the slower time counts. The latency is half the round trip of a message of that size, and
+the one-way time of a message is its round trip minus the latency.
 
 *Both at once.* Both ranks send and receive (``isend``, ``irecv``); again the slower time counts.
 
@@ -40,7 +40,7 @@ _SIDE = {"cpu": 128, "cuda": 1024}
 
 @dataclass(frozen=True)
 class PointToPoint(Effort):
-    """Time messages between pairs of ranks; see ``conf/workload/p2p.yaml`` for what each option means."""
+    """Time messages between pairs of ranks; ``conf/workload/p2p.yaml`` describes the options."""
 
     pairs: str = "all"
     min_bytes: int = ANSWER
@@ -52,10 +52,10 @@ class PointToPoint(Effort):
     show = staticmethod(workload_tables.p2p_tables)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for options that are invalid for any ranks."""
+        """Raise ConfigError for options that are invalid on any ranks."""
         wrong = timing.problems(vars(self))
         if self.pairs not in ("all", "ring"):
-            wrong.append(Problem("pairs", self.pairs, "there are no such pairs", "try all, ring"))
+            wrong.append(Problem("pairs", self.pairs, "must be all or ring", "try all, ring"))
         for size in self.overlap_bytes:
             wrong += at_least(1, overlap_bytes=size)
         require(*wrong)
@@ -72,7 +72,7 @@ class PointToPoint(Effort):
 
 
 def measure(job: Job, options: PointToPoint) -> P2P:
-    """Run the requested measurements; every rank calls this, with the same result.
+    """Run the requested measurements; called in all ranks, with the same result.
 
     Raises:
         ArithmeticError: A message arrived corrupted on this rank.
@@ -175,7 +175,7 @@ def _overlap(job: Job, options: PointToPoint, pair: tuple[int, int], size: int, 
 def hidden(communication: float, computation: float, together: float) -> float:
     """Return the fraction of the shorter operation that overlapped with the longer one.
 
-    1: together they take as long as the longer one; 0: as long as both in sequence; below 0: longer than that.
+    1: together they take as long as the longer one; 0: as long as in sequence; negative: even longer.
     """
     return (communication + computation - together) / min(communication, computation)
 
@@ -253,7 +253,7 @@ class _Exchange:
 
 
 def _products(device: torch.device) -> Callable[[int], None]:
-    """Return a function that multiplies matrices on a device that many times."""
+    """Return a function that multiplies matrices on a device a number of times."""
     side = _SIDE[device.type]
     left, right, product = (torch.ones(side, side, device=device) for _ in range(3))
 

@@ -1,4 +1,4 @@
-"""The workload ``train``: timed optimizer steps, with evaluation and checkpoints between them."""
+"""The workload ``train``: timed optimizer steps, with evaluations and checkpoints between them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Training:
         self._job = job
         self._remarks = Remarks(pipeline=job.training.imbalance())
         if self._remarks.pipeline and job.world.is_first:
-            job.note(Results(remarks=self._remarks))  # also if the run fails, such as for want of memory
+            job.note(Results(remarks=self._remarks))  # also if the run fails, by lack of memory for example
         self.loop = loop = assemble(job)
         self._evaluator = Evaluator(job, loop)
         self._recorder = Recorder(job, loop)
@@ -86,12 +86,12 @@ class _Training:
         job.watch.lap("build")
 
     def outcome(self) -> Outcome:
-        """Run all steps and return the outcome; called in all ranks. If the run diverged, each rank has the error."""
+        """Run all steps and return the outcome, with the error if the run diverged; called in all ranks."""
         with self._recorder:
             return self._outcome(self._advance())
 
     def _advance(self) -> str | None:
-        """Run all steps, with evaluations and saves between them; return the name of the signal to stop, if any."""
+        """Run all steps, with evaluations and saves between them; return the name of the stop signal, if any."""
         loop, evaluator = self.loop, self._evaluator
         checkpointing, recorder = self._checkpointing, self._recorder
         compared = max(1, self._job.spec.config.train.warmup_steps - 1)  # the next step, with cold caches, is not timed
@@ -133,8 +133,8 @@ class _Training:
         job, mesh = self._job, self.loop.mesh
         if job.world.size == 1 or job.spec.virtual:
             return
-        # Each rank of a tensor-parallel group averages its gradients in another group, and NCCL, from three ranks on,
-        # may add up in another order there, which rounds differently.
+        # Each rank of a tensor-parallel group averages its gradients in another group, where NCCL, from three ranks on,
+        # may sum in another order, which rounds differently.
         ranks = mesh["tp"] if job.device.type == "cuda" and mesh.dp_cp.size() > 2 else None
         first = {second: first for first, second in job.training.tied}
         weights = ((first.get(name, name), weight) for name, weight in self.loop.engine.module.named_parameters())
@@ -152,7 +152,7 @@ class _Training:
         outcome.remarks, outcome.evaluations = self._remarks, self._evaluator.done
         measured = outcome.metrics or Metrics()
         job.display.conclude(measured.tokens_per_second or measured.samples_per_second)
-        # Only rank 0 has the series of the whole run; they decide whether all ranks go on to the profiling pass.
+        # Only rank 0 has the series, which decide whether all ranks go on to the profiling pass.
         wrong = gather(first_nonfinite_loss(self._recorder.path) if job.world.is_first else None)[0]
         if wrong is not None:
             outcome.error = FloatingPointError(f"the loss of step {wrong + 1} is NaN or infinite")
@@ -165,13 +165,13 @@ class _Training:
         return outcome
 
     def _remark(self, stopped: str | None) -> None:
-        """Say why there are fewer steps than requested, and what happened to checkpoints."""
+        """Note why there are fewer steps than requested, and problems of checkpoints."""
         job, options, remarks = self._job, self._job.spec.config.train, self._remarks
         if self.loop.done < options.steps and not stopped:
             limit = f"train.max_minutes={options.max_minutes}"
             remarks.cut_short = f"{self.loop.done} of {options.steps} steps: more would exceed {limit}"
             if not isinstance(job.training.schedule, Constant):
-                remarks.cut_short += "; the learning rate schedule spans all of them"
+                remarks.cut_short += f"; the learning rate schedule spans all {options.steps}"
         remarks.resumed = self._checkpointing.resumed
         remarks.checkpoints = [*self._checkpointing.problems, *self._recorder.warnings] or None
 
@@ -179,7 +179,7 @@ class _Training:
 def _explain(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expected) -> None:
     """Add the phases and the memory of a step to the outcome.
 
-    The run has already succeeded: whatever happens in this pass, even a signal to stop, its record says that it was ok.
+    The run has already succeeded, and its record says so whatever happens in this pass, even a stop signal.
     """
     machine = job.spec.virtual
     if machine:
@@ -195,7 +195,7 @@ def _explain(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expec
 
 
 def _conclude(job: Job, outcome: Outcome) -> None:
-    """Write the result so far; close the logs unless phases are to come. Where that fails, it is tried again later."""
+    """Write the result so far, and close the logs unless phases follow; if that fails, it is tried again later."""
     if job.world.is_first:
         with job.watchdog.paused(), suppress(OSError, Damaged):  # the other ranks go on
             job.conclude(outcome)
@@ -203,13 +203,13 @@ def _conclude(job: Job, outcome: Outcome) -> None:
 
 
 def assemble(job: Job) -> StepLoop:
-    """Set up data, laid-out model and optimizer; raises ConfigError if data are unusable or differ between ranks."""
+    """Set up data, laid-out model and optimizer; raise ConfigError if data are unusable or differ between ranks."""
     training = job.training
     with job.watchdog.paused():  # preparing data may read and write a lot
         if job.world.local_rank == 0:
             prepare_data(training.config, training.data)
         barrier()
-        # Now finds the work done, and lists the data before worker processes are forked.
+        # Finds the work done, and lists the data before worker processes are forked.
         prepare_data(training.config, training.data)
         require_same_on_all_ranks(training.data)
     dims = training.layout.dims
@@ -234,10 +234,10 @@ def assemble(job: Job) -> StepLoop:
 
 
 def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -> Generator[int, None, None]:
-    """Run the steps with the watchdog and progress updates between them; yields the number of steps done.
+    """Run the steps with watchdog and progress updates between them; yield the number of steps done.
 
     The garbage collector is off until the iterator ends or is closed. ``at_end`` is called after the last step, before
-    the feed is closed; not if the iterator is closed before.
+    the feed is closed.
     """
     wanted = job.spec.config.train.steps
     report = reporter(job, loop, wanted)
@@ -268,10 +268,9 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
 
 
 def reporter(job: Job, loop: StepLoop, steps: int) -> Callable[[int], None]:
-    """Begin to report ``steps`` steps to the display, and to those who ask for the status.
+    """Begin to report progress over ``steps`` steps to the display and the status file.
 
-    Returns:
-        A function to call between two steps, with their number, which may change.
+    Return a function to call between two steps with the total number, which may change.
     """
     display, shows, per_sample = job.display, job.world.is_first, job.training.data.tokens_per_sample
     unit = "tokens" if per_sample else "samples"

@@ -139,8 +139,8 @@ class TestNewest:
         assert checkpoint_dir.newest(tmp_path) == checkpoint_dir.NewestCheckpoint(None, {})
         for step in (9, 2, 10, 3):
             make(tmp_path, step)
-        found = checkpoint_dir.newest(tmp_path).checkpoint
-        assert (found.path.name, found.manifest.facts) == ("step-00000010", {"of": 10})
+        newest = checkpoint_dir.newest(tmp_path).checkpoint
+        assert (newest.path.name, newest.manifest.facts) == ("step-00000010", {"of": 10})
         make(tmp_path, 99).rename(tmp_path / "checkpoints" / "step-99999999")
         make(tmp_path, 1).rename(tmp_path / "checkpoints" / "step-100000000")
         assert checkpoint_dir.newest(tmp_path).checkpoint.path.name == "step-100000000"
@@ -153,11 +153,11 @@ class TestNewest:
         search = checkpoint_dir.newest(tmp_path)
         assert search.checkpoint.path == whole
         (warning,) = search.warnings
-        assert warning.startswith(f"{wrong} is skipped: {told}")
+        assert warning.startswith(f"skipping {wrong}: {told}")
         break_it(whole)
         search = checkpoint_dir.newest(tmp_path)
         assert search.checkpoint is None
-        assert [told.split(" is skipped: ")[0] for told in search.warnings] == [str(wrong), str(whole)]
+        assert [warning.split(": ")[0] for warning in search.warnings] == [f"skipping {wrong}", f"skipping {whole}"]
 
     def test_partial_and_foreign_folders_are_ignored(self, tmp_path):
         whole = make(tmp_path, 1)

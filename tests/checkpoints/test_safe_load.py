@@ -98,7 +98,7 @@ def test_tensor_file_with_code_is_refused(checkpoint, marker, how, tmp_path):
 
     rewrite(checkpoint, lambda place: place.__dict__.update(offset=0, length=len(trap)))
     (checkpoint / "__0_0.distcp").write_bytes(trap)
-    assert refusal(checkpoint).startswith("would run code: a tensor's file asks for posix.system; ")
+    assert refusal(checkpoint).startswith("would run code: a tensor's file refers to posix.system; ")
     assert not marker.exists()
     torch.load(tmp_path / "trap", weights_only=False)
     assert marker.exists()
@@ -133,12 +133,12 @@ def described(content: bytes) -> Callable[[Path], object]:
             for name in ("load", "nn.Linear", "Size.__class__", "_C._cuda_init", "hub.load_state_dict_from_url")
         ),
         *(
-            (moved("relative_path", path), "would run code: .metadata points to a file outside of the checkpoint; ")
+            (moved("relative_path", path), "would run code: .metadata points to a file outside the checkpoint; ")
             for path in ("../elsewhere.distcp", "/etc/passwd", "sub/__0_0.distcp")
         ),
         (
             moved("transform_descriptors", ["stream.zstd/1"]),
-            "would run code: .metadata asks for a transformation of __0_0.distcp; ",
+            "would run code: .metadata requires a transformation of __0_0.distcp; ",
         ),
         (described(b""), "cannot be read: .metadata: EOFError"),
         (described(b"\x80\x04."), "cannot be read: .metadata: "),

@@ -56,10 +56,10 @@ def test_saved_checkpoint_is_complete(keeper, weight, tmp_path):
     keeper.wait()
     search = checkpoint_dir.newest(tmp_path)
     assert (keeper.saved, keeper.problems, search.warnings) == ([3], [], [])
-    found = search.checkpoint.manifest
-    assert (found.step, found.world_size, found.model) == (3, 1, {"width": 5})
-    assert (found.facts, found.torch) == ({"losses": [0.1, 0.2]}, torch.__version__)
-    assert set(found.files) == {path.name for path in search.checkpoint.path.iterdir()} - {"manifest.json"}
+    manifest = search.checkpoint.manifest
+    assert (manifest.step, manifest.world_size, manifest.model) == (3, 1, {"width": 5})
+    assert (manifest.facts, manifest.torch) == ({"losses": [0.1, 0.2]}, torch.__version__)
+    assert set(manifest.files) == {path.name for path in search.checkpoint.path.iterdir()} - {"manifest.json"}
     assert torch.equal(loaded(tmp_path), weight["model.weight"])
 
 
@@ -211,7 +211,7 @@ def test_failed_deletion_is_noted(keeper, weight, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_dir, "_set_aside", mock.Mock(side_effect=PermissionError("on purpose")))
     save(keeper, weight, 1, 2, 3)
     assert keeper.saved == [1, 2, 3]
-    note = "step 3: saved, but older checkpoints could not be deleted: rank 0: PermissionError: on purpose"
+    note = "step 3: saved, but cannot delete older checkpoints: rank 0: PermissionError: on purpose"
     assert keeper.problems == [note]
 
 
@@ -229,8 +229,8 @@ def test_foreign_files_only_block_what_they_are_in_the_way_of(keeper, weight, tm
     rule = "was not created by ptdbench: move it elsewhere"
     assert keeper.problems == [
         f"step 2: not saved: rank 0: FileExistsError: {folder}/step-00000002.partial/notes.txt {rule}",
-        f"step 4: saved, but the best checkpoint could not be marked: rank 0: FileExistsError: {folder}/best {rule}",
-        f"step 5: saved, but the best checkpoint could not be marked: rank 0: FileExistsError: {folder}/best {rule}",
+        f"step 4: saved, but cannot mark the best checkpoint: rank 0: FileExistsError: {folder}/best {rule}",
+        f"step 5: saved, but cannot mark the best checkpoint: rank 0: FileExistsError: {folder}/best {rule}",
     ]
     kept = ["best", "step-00000001", "step-00000002.partial", "step-00000004", "step-00000005"]
     assert names(tmp_path) == kept
@@ -263,9 +263,9 @@ def test_failure_of_one_rank_is_noted_by_all(alone, tmp_path):
     problems = [f"step {step}: not saved: rank 1: OSError: on purpose" for step in FAILS_THERE]
     assert on_ranks(2, fail_on_rank_1, tmp_path) == [(problems, [1, 5])] * 2
     assert names(tmp_path) == ["step-00000001", "step-00000005"]
-    found = checkpoint_dir.newest(tmp_path).checkpoint
-    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} == set(found.manifest.files)
-    assert (found.manifest.world_size, found.manifest.facts) == (2, {"of": 0})
+    newest = checkpoint_dir.newest(tmp_path).checkpoint
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} == set(newest.manifest.files)
+    assert (newest.manifest.world_size, newest.manifest.facts) == (2, {"of": 0})
     assert torch.equal(loaded(tmp_path), torch.arange(20.0).reshape(4, 5))
 
 

@@ -116,28 +116,28 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def save_all(root: Path, strategy: str) -> dict[tuple[str, str], dict[str, Tensor]]:
     """Train, and save while it trains on: what was saved of each training."""
-    found = {}
+    states = {}
     for trained in TRAINED:
         run = Run(strategy, *trained)
         run.go(*range(STEPS))
         saver = Saver(folder_of(root, (dist.get_world_size(), strategy), trained), keep=1)
         saver.save(STEPS, run.tensors(), {}, {})
-        found[trained] = whole(run.tensors())
+        states[trained] = whole(run.tensors())
         run.go(STEPS, STEPS + 1)
         saver.close()
         assert saver.problems == []
-    return found
+    return states
 
 
 def load_all(root: Path, strategy: str) -> dict[Any, dict[str, Tensor]]:
     """What checkpoints leave in a fresh run under ``strategy``."""
-    found = {}
+    states = {}
     group = dist.new_group(backend="gloo")
     for saved_by, trained in pairs((dist.get_world_size(), strategy)):
         run = Run(strategy, *trained, seed=1)
         run.restore(path_of(root, saved_by, trained), group)
-        found[saved_by, trained] = whole(run.tensors())
-    return found
+        states[saved_by, trained] = whole(run.tensors())
+    return states
 
 
 def pairs(layout: tuple[int, str]) -> list[tuple[tuple[int, str], tuple[str, str]]]:
@@ -174,12 +174,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def of_layouts(body: Callable[[Path, str], Any], root: Path) -> dict[tuple[int, str], list[Any]]:
     """What ``body`` returns under each layout, by rank; the layouts of as many ranks share them."""
-    found = {}
+    results = {}
     for size in dict(LAYOUTS):
         names = [name for ranks, name in LAYOUTS if ranks == size]
         of_ranks = on_ranks(size, each, body, [(root, name) for name in names])
-        found |= {(size, name): [of_rank[root, name] for of_rank in of_ranks] for name in names}
-    return found
+        results |= {(size, name): [of_rank[root, name] for of_rank in of_ranks] for name in names}
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +190,11 @@ def saved(root: Path) -> dict[tuple[int, str], list[Any]]:
 
 def together(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """All ranks' tensors; copies of one are alike."""
-    found: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for tensors in of_ranks:
         for name, tensor in tensors.items():
-            assert torch.equal(found.setdefault(name, tensor), tensor), name
-    return found
+            assert torch.equal(merged.setdefault(name, tensor), tensor), name
+    return merged
 
 
 @pytest.fixture(scope="module")
@@ -212,10 +212,10 @@ class TestEveryStrategyLoadsWhatOthersSaved:
     def test_state_is_loaded_bit_for_bit(self, saved, loaded, layout):
         for saved_by, trained in pairs(layout):
             expected = together([of_rank[trained] for of_rank in saved[saved_by]])
-            found = together([of_rank[saved_by, trained] for of_rank in loaded[layout]])
-            assert found.keys() == expected.keys()
+            loaded_tensors = together([of_rank[saved_by, trained] for of_rank in loaded[layout]])
+            assert loaded_tensors.keys() == expected.keys()
             for name, tensor in expected.items():
-                assert torch.equal(found[name], tensor), (saved_by, trained, name)
+                assert torch.equal(loaded_tensors[name], tensor), (saved_by, trained, name)
 
     def test_names_are_those_of_the_whole_model(self, saved, root):
         names = safe_load.names(path_of(root, (2, "pdp"), ("gpt", "adamw")))
@@ -254,17 +254,19 @@ def test_other_model_is_refused_with_the_difference(tmp_path):
     first, second = on_ranks(2, refusals, tmp_path)
     assert first == second
     wider, deeper, shallower, untied, other_optimizer, without_averages, with_averages = first
-    assert wider.startswith(f"resume={tmp_path}/checkpoints/step-00000003: holds another model or optimizer: ")
+    assert wider.startswith(f"resume={tmp_path}/checkpoints/step-00000003: is of another model or optimizer: ")
     assert "is [18] float32 there and [20] float32 here; " in wider
     assert wider.count(" there and ") == 3
-    assert " more; resume with the model and optimizer it was made with" in wider
+    assert " more; resume with its model and optimizer" in wider
     assert "is missing there and [18] float32 here" in deeper
     assert "is [18] float32 there and missing here" in shallower
     assert "model.head.projection.weight is missing there and [44, 18] float32 here" in untied
     assert "exp_avg is [18] float32 there and missing here" in other_optimizer
     path = f"resume={tmp_path}/checkpoints/step-00000003"
-    assert without_averages == f"{path}: holds no averages of the weights, which this run keeps; try train.ema=null"
-    assert with_averages == f"{path}: holds averages of the weights; resume with the train.ema it was made with"
+    assert without_averages == f"{path}: has no averages of the weights, which this run needs; try train.ema=null"
+    assert (
+        with_averages == f"{path}: has averages of the weights, which this run does not keep; resume with its train.ema"
+    )
 
 
 @pytest.mark.parametrize("owned", [{"first", "second"}, {"first"}, {"second"}])
@@ -367,7 +369,7 @@ def test_batch_norm_statistics_are_not_steady():
     module(torch.ones(3, 2)).sum().backward()
     optimizer.step()
     state = TrainingState(module, optimizer, [], 0)
-    tensors = state.collect(with_buffers=True, own={"powersgd": torch.ones(2)})
+    tensors = state.collect(with_buffers=True, local={"powersgd": torch.ones(2)})
     steady = state.steady(tensors)
     assert {name for name in tensors if name not in steady} == {
         "model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "rng.cpu.0", "own.0.powersgd"

@@ -68,7 +68,7 @@ def allocating(size: int) -> Callable[..., None]:
 
 
 def planned(asked: Config, carry_out: Callable[..., None] = nothing) -> dict[str, Any]:
-    return memory_plan.plan(memory_plan.Asked(asked, False, "toy", carry_out))
+    return memory_plan.plan(memory_plan.PlanRequest(asked, False, "toy", carry_out))
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_the_shape_of_slurm_jobs_is_planned(shape, ranks):
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("workload=hello", "workload=hello: only training is planned; omit it"),
+        ("workload=hello", "workload=hello: only training can be planned; omit it"),
         ("parallel.tensor=3", "parallel.tensor=3: "),
         ("train.micro_batch=3", "train.micro_batch=3: must divide a replica's share of the batch, 8; try 1, 2, 4"),
     ],
@@ -221,7 +221,7 @@ def test_a_layout_that_cannot_be_is_one_line(word, said):
 def test_the_memory_of_this_machine_tells_nothing_of_a_gpu(kind, status):
     died = leaves("oom", error={"rank": 0, "type": kind, "message": "", "traceback": ""})
     asked = small("parallel=ddp", "train.micro_batch=4")
-    made = plans._fields(plans._Lacking(asked, False, "toy", None), died, 1)
+    made = plans._fields(plans._Uncached(asked, False, "toy", None), died, 1)
     assert (made["status"], "plan" in made) == (status, status == "oom")
 
 
@@ -262,7 +262,7 @@ def test_training_state_in_the_memory_of_hosts_is_carried_out_only_where_this_on
     asked = small("parallel=fsdp", "offload=optimizer_and_weights")
     made = planned(asked)
     assert (made["status"], made["plan"]["fits"], made["plan"].get("capacity_bytes")) == ("ok", None, None)
-    assert "and this machine has 0.0 GiB to carry one out" in made["plan"]["reason"]
+    assert "but this machine has 0.0 GiB to run one" in made["plan"]["reason"]
     shown = table.of_plans([typed(record.begin(asked.resolved, Path(), {}) | made)], 200)
     assert "of a rank are in host memory, which is compared with nothing" in shown
 
@@ -373,15 +373,15 @@ def test_a_plan_that_is_stopped_leaves_no_process(environ, tmp_path):
     assert not psutil.wait_procs(family, 10)[1]
 
 
-def lacking(*titles: str) -> list[plans._Lacking]:
-    return [plans._Lacking(None, False, title, None) for title in titles]  # type: ignore[arg-type]
+def uncached(*titles: str) -> list[plans._Uncached]:
+    return [plans._Uncached(None, False, title, None) for title in titles]  # type: ignore[arg-type]
 
 
 def test_a_process_that_plans_and_dies_costs_its_plan_and_no_other(monkeypatch):
     """As of the kernel, for want of memory: the others are planned one by one, in processes of their own."""
     pools = []
 
-    def in_pool(left: list[plans._Lacking], processes: int, *_: object) -> Iterator[dict[str, Any]]:
+    def in_pool(left: list[plans._Uncached], processes: int, *_: object) -> Iterator[dict[str, Any]]:
         pools.append(([one.title for one in left], processes))
         for one in left:
             if one.title == "dies":
@@ -391,7 +391,7 @@ def test_a_process_that_plans_and_dies_costs_its_plan_and_no_other(monkeypatch):
     monkeypatch.setattr(plans, "host_memory", lambda: HostMemory(1 << 40, 1 << 40))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     monkeypatch.setattr(plans, "_in_pool", in_pool)
-    ok, died, *others = plans._made(lacking("a", "dies", "b", "c"), len, len)  # type: ignore[arg-type]
+    ok, died, *others = plans._made(uncached("a", "dies", "b", "c"), len, len)  # type: ignore[arg-type]
     assert pools == [(["a", "dies", "b", "c"], 2), (["dies", "b", "c"], 1), (["b", "c"], 1)]
     assert [one["status"] for one in (ok, died, *others)] == ["ok", "failed", "ok", "ok"]
     assert died["error"]["type"] == "BrokenProcessPool"
@@ -403,6 +403,6 @@ def test_as_many_ranks_at_once_as_memory_allows(monkeypatch, gigabytes, expected
     monkeypatch.setattr(plans, "host_memory", lambda: HostMemory(200 * 10**9, gigabytes * 10**9))
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(plans, "_fields", lambda one, carry_out, cores: {"at once": cores})
-    (found,) = plans._made(lacking("toy"), len, len)  # type: ignore[arg-type]
+    monkeypatch.setattr(plans, "_fields", lambda plan, execute, cores: {"at once": cores})
+    (found,) = plans._made(uncached("toy"), len, len)  # type: ignore[arg-type]
     assert found == {"at once": expected}

@@ -44,8 +44,8 @@ def depth(parallel, parameters, **changes):
     ],
 )
 def test_throughputs_of_the_same_model_on_the_same_global_batch_are_comparable(runs, groups):
-    found = alternatives.comparable(alternatives.Alternative([one], {}) for one in runs)
-    assert [[runs.index(one.runs[0]) for one in group] for group in found] == groups
+    comparable = alternatives.comparable(alternatives.Alternative([one], {}) for one in runs)
+    assert [[runs.index(one.runs[0]) for one in group] for group in comparable] == groups
 
 
 def test_each_sweep_has_its_own_alternatives_and_blocks():
@@ -111,8 +111,8 @@ def test_one_that_never_knew_its_world_belongs_to_those_that_asked_for_the_same(
     lost = [run("ddp", status="failed", nodes=None, world_size=None, metrics=None) for _ in range(3)]
     known = run("ddp", nodes=["a", "b"], world_size=8)
     own, others = ([], [known]) if side else ([known], [])
-    ((identity, found),) = alternatives.by_identity([*lost, *own], others=others).items()
-    assert len(found.runs) == 3 + len(own)
+    ((identity, alternative),) = alternatives.by_identity([*lost, *own], others=others).items()
+    assert len(alternative.runs) == 3 + len(own)
     assert identity in alternatives.by_identity([known])
     other = {**known.config, "cluster": {"nodes": 4, "ranks_per_node": 4}}
     assert len(alternatives.group([lost[0] | {"config": other}, known])) == 2
@@ -153,8 +153,8 @@ def test_each_side_of_a_comparison_has_its_own_alternatives_with_all_its_blocks(
             repeated("ddp", [factor * rate for rate in (10.0, 20.0, 40.0, 41.0)], options={"series": "compare"})
         )
     ]
-    found = of_sweeps(runs)
-    assert [len(one.runs) for one in found] == [4, 4]
-    assert found[0].sample.keys() == found[1].sample.keys()
-    assert names([one.median_run for one in found]) == ["ddp [before]", "ddp [after]"]
-    assert [place.rank for place in rank(found).places] == [(1, 1), (2, 2)]
+    groups = of_sweeps(runs)
+    assert [len(one.runs) for one in groups] == [4, 4]
+    assert groups[0].sample.keys() == groups[1].sample.keys()
+    assert names([one.median_run for one in groups]) == ["ddp [before]", "ddp [after]"]
+    assert [place.rank for place in rank(groups).places] == [(1, 1), (2, 2)]

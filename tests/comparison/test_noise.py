@@ -63,8 +63,8 @@ def elsewhere(runs, directory):
 
 def test_sweeps_add_up_and_of_the_same_one_the_latest_table_counts():
     keep(sweep())
-    found = noise.look_up([on(MACHINE, run())])
-    assert found == variation.noise([one.sample for one in alternatives.group(sweep())])
+    looked_up = noise.look_up([on(MACHINE, run())])
+    assert looked_up == variation.noise([one.sample for one in alternatives.group(sweep())])
     keep([*noisy("ddp", 0.02), *noisy("fsdp", 0.02)])
     assert deviation([on(MACHINE, run())]) == pytest.approx(0.02)
     keep(elsewhere([*noisy("ddp", 0.04, runs=5), *noisy("fsdp", 0.04, runs=5)], "outputs/another"))
@@ -113,11 +113,11 @@ def test_the_latest_eight_sweeps_are_kept():
 
 
 def test_pairs_of_each_model_are_judged_together():
-    found = alternatives.group(
+    groups = alternatives.group(
         [one for model in ("gpt_tiny", "toy") for name in ("ddp", "fsdp", "pdp")
          for one in noisy(name, 0.05, model=model)]
     )  # fmt: skip
-    pairs = [(found[0], found[1]), (found[3], found[4])]
+    pairs = [(groups[0], groups[1]), (groups[3], groups[4])]
     pools = [Pool([one.sample for one in pair]) for pair in pairs]
     expected = [pool.difference(one.sample, other.sample) for pool, (one, other) in zip(pools, pairs, strict=True)]
     assert noise.differences(pairs) == expected

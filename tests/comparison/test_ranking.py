@@ -24,9 +24,9 @@ def ranked(*alternatives, earlier=None):
     return ranking.rank(group(one for runs in alternatives for one in runs), earlier)
 
 
-def answer(found):
+def answer(standings):
     """The sentence on the places, each called by how it is parallelized."""
-    return ranking.answer([(one.alternative.median_run.parallel, one) for one in found.places], "tokens")
+    return ranking.answer([(one.alternative.median_run.parallel, one) for one in standings.places], "tokens")
 
 
 def past(deviation, freedom=8):
@@ -36,24 +36,24 @@ def past(deviation, freedom=8):
 
 
 def test_each_has_its_rank_where_all_differ():
-    found = ranked(repeated("fsdp", scaled(0.8)), [failed("single", "no")], repeated("ddp", STEADY))
-    assert [place.alternative.median_run.parallel for place in found.places] == ["ddp", "fsdp", "single"]
-    assert [place.rank for place in found.places] == [(1, 1), (2, 2), None]
-    first, second, last = found.places
+    standings = ranked(repeated("fsdp", scaled(0.8)), [failed("single", "no")], repeated("ddp", STEADY))
+    assert [place.alternative.median_run.parallel for place in standings.places] == ["ddp", "fsdp", "single"]
+    assert [place.rank for place in standings.places] == [(1, 1), (2, 2), None]
+    first, second, last = standings.places
     assert second.ratio == pytest.approx(stats.gmean(scaled(0.8)) / stats.gmean(STEADY))
     assert second.against_best.low < second.ratio < second.against_best.high
     assert (first.ratio, first.against_best, last.ratio, last.rate, last.margin) == (1.0, None, None, None, None)
-    assert re.fullmatch(r"ddp is fastest: 1\.250x fsdp \(95 %: 1\.2[34]\d to 1\.2[56]\d\)", answer(found))
+    assert re.fullmatch(r"ddp is fastest: 1\.250x fsdp \(95 %: 1\.2[34]\d to 1\.2[56]\d\)", answer(standings))
 
 
 def test_what_is_tied_shares_its_ranks():
     tied = repeated("pdp", scaled(0.8005, jitter=0.002))
-    found = ranked(repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), tied)
-    assert [place.rank for place in found.places] == [(1, 1), (2, 3), (2, 3)]
-    largest = max(place.against_best.detectable for place in found.places[1:])
+    standings = ranked(repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), tied)
+    assert [place.rank for place in standings.places] == [(1, 1), (2, 3), (2, 3)]
+    largest = max(place.against_best.detectable for place in standings.places[1:])
     detected = f"with 3 runs each, differences of {1 + largest:.4g}x or more are detected (90% power)"
-    assert ranking.remark(found) == f"ranks: simultaneous 95% confidence; {detected}"
-    assert answer(found).endswith("); pdp and fsdp cannot be told apart")
+    assert ranking.remark(standings) == f"ranks: simultaneous 95% confidence; {detected}"
+    assert answer(standings).endswith("); pdp and fsdp cannot be told apart")
 
 
 def test_an_order_is_known_although_ranks_overlap():
@@ -63,12 +63,12 @@ def test_an_order_is_known_although_ranks_overlap():
         [1000 * math.exp(mean + scale * one) for one in noise]
         for mean, scale in ((0.01, 0.1), (0.005, 1.0), (0.0, 0.0))
     ]
-    found = ranked(*(repeated(name, of) for name, of in zip(("ddp", "pdp", "fsdp"), rates, strict=True)))
-    assert [place.rank for place in found.places] == [(1, 2), (1, 3), (2, 3)]
-    first, middle, last = found.places
+    standings = ranked(*(repeated(name, of) for name, of in zip(("ddp", "pdp", "fsdp"), rates, strict=True)))
+    assert [place.rank for place in standings.places] == [(1, 2), (1, 3), (2, 3)]
+    first, middle, last = standings.places
     assert last.is_behind(first)
     assert not any(one.is_behind(other) for one, other in ((middle, first), (last, middle), (first, last)))
-    assert answer(found).startswith("ddp and pdp cannot be told apart; fsdp is slower: 0.990x ddp (95 %: 0.98")
+    assert answer(standings).startswith("ddp and pdp cannot be told apart; fsdp is slower: 0.990x ddp (95 %: 0.98")
 
 
 def test_what_would_have_been_seen_is_among_all_pairs():
@@ -83,19 +83,21 @@ def test_what_would_have_been_seen_is_among_all_pairs():
 
 
 def test_a_single_alternative_has_no_order():
-    found = ranked(repeated("ddp", STEADY))
-    assert (found.places[0].rank, ranking.remark(found)) == ((1, 1), None)
-    assert re.fullmatch(r"ddp: 1,000 tokens/s ±\d\.\d%, compared with no other", answer(found))
-    assert found.places[0].margin == significance.margin(Pool([sample := found.places[0].alternative.sample]), sample)
+    standings = ranked(repeated("ddp", STEADY))
+    assert (standings.places[0].rank, ranking.remark(standings)) == ((1, 1), None)
+    assert re.fullmatch(r"ddp: 1,000 tokens/s ±\d\.\d%, compared with no other", answer(standings))
+    assert standings.places[0].margin == significance.margin(
+        Pool([sample := standings.places[0].alternative.sample]), sample
+    )
     nothing = ranked([failed("ddp", "no")])
     assert ([place.rank for place in nothing.places], ranking.remark(nothing)) == ([None], None)
 
 
 def test_single_runs_without_knowledge_of_the_machine_have_no_order():
-    found = ranked([run("ddp", 1000.0)], [run("fsdp", 100.0)])
-    assert [(place.rank, place.margin, place.against_best) for place in found.places] == [((1, 2), None, None)] * 2
-    assert ranking.remark(found) == "one run each: not ranked; repeat=5 ranks them"
-    assert answer(found) == "No layout is shown to be faster than another: one run each; repeat=5 ranks them"
+    standings = ranked([run("ddp", 1000.0)], [run("fsdp", 100.0)])
+    assert [(place.rank, place.margin, place.against_best) for place in standings.places] == [((1, 2), None, None)] * 2
+    assert ranking.remark(standings) == "one run each: not ranked; repeat=5 ranks them"
+    assert answer(standings) == "No layout is shown to be faster than another: one run each; repeat=5 ranks them"
 
 
 @pytest.mark.parametrize("earlier", [None, past(1e-4), past(9.0)])
@@ -103,37 +105,41 @@ def test_two_runs_each_have_the_order_that_they_show_themselves(earlier):
     """By Student's t with one degree of freedom: 0.5 % seems to be a difference in one of twenty cases."""
     for share, rank in ((0.9, (1, 2)), (1.1, (1, 1))):
         factor = math.exp(-share * 0.001 * stats.t.ppf(0.975, 1))
-        found = ranked(repeated("ddp", [1000.0] * 2), repeated("fsdp", scaled(factor, [1000.0] * 2)), earlier=earlier)
-        assert found.places[0].rank == rank
-        assert "earlier" not in ranking.remark(found)
+        standings = ranked(
+            repeated("ddp", [1000.0] * 2), repeated("fsdp", scaled(factor, [1000.0] * 2)), earlier=earlier
+        )
+        assert standings.places[0].rank == rank
+        assert "earlier" not in ranking.remark(standings)
 
 
 def test_an_order_behind_a_single_run_is_known():
-    found = ranked([run("single", 5000.0)], repeated("ddp", STEADY), repeated("fsdp", scaled(0.5)))
-    assert [place.rank for place in found.places] == [(1, 3), (1, 2), (2, 3)]
+    standings = ranked([run("single", 5000.0)], repeated("ddp", STEADY), repeated("fsdp", scaled(0.5)))
+    assert [place.rank for place in standings.places] == [(1, 3), (1, 2), (2, 3)]
     each = f"1 to {len(STEADY)} runs each"
-    assert ranking.remark(found) == f"ranks: simultaneous 95% confidence; {each}; single runs: no rank"
+    assert ranking.remark(standings) == f"ranks: simultaneous 95% confidence; {each}; single runs: no rank"
 
 
 def test_few_runs_are_ranked_by_what_is_known_of_the_machine():
     error, freedom = 0.01 * math.sqrt(2), 4.0  # eight degrees of freedom of eight at most
     within, among = (math.exp(error * stats.t.ppf(1 - 0.05 / (2 * pairs), freedom)) for pairs in (1, 3))
     rates = {"a": 1000.0, "b": 1000 / within**0.9, "c": 1000 / among**1.8}
-    found = ranked(*([run(name, rate)] for name, rate in rates.items()), earlier=past(0.01))
-    assert [place.rank for place in found.places] == [(1, 2), (1, 2), (3, 3)]
-    assert found.is_known
-    judged = r"with one run each, differences of 1\.\d+x .*; judged by earlier runs, which differ by 1\.0%"
-    assert re.fullmatch(f"ranks: simultaneous 95% confidence; {judged}", ranking.remark(found))
+    standings = ranked(*([run(name, rate)] for name, rate in rates.items()), earlier=past(0.01))
+    assert [place.rank for place in standings.places] == [(1, 2), (1, 2), (3, 3)]
+    assert standings.is_known
+    resolution = (
+        r"with one run each, differences of 1\.\d+x .*; ranked by the run-to-run variation of earlier sweeps, 1\.0%"
+    )
+    assert re.fullmatch(f"ranks: simultaneous 95% confidence; {resolution}", ranking.remark(standings))
 
 
 def test_where_some_have_too_few_runs_the_others_keep_their_order():
     runs = repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), repeated("pdp", scaled(0.5)[:1])
-    found = ranked(*runs)
-    assert [place.rank for place in found.places] == [(1, 2), (2, 3), (1, 3)]
-    assert re.search("; with 1 to 3 runs each, .*; single runs: no rank$", ranking.remark(found))
+    standings = ranked(*runs)
+    assert [place.rank for place in standings.places] == [(1, 2), (2, 3), (1, 3)]
+    assert re.search("; with 1 to 3 runs each, .*; single runs: no rank$", ranking.remark(standings))
     known = ranked(*runs, earlier=past(0.01))
     assert [place.rank for place in known.places] == [(1, 1), (2, 2), (3, 3)]
-    assert ranking.remark(known).endswith("; single runs: judged by how much the others vary")
+    assert ranking.remark(known).endswith("; single runs: ranked by the variation of the others")
 
 
 def test_looking_several_times_makes_the_level_smaller_and_intervals_wider():
@@ -176,11 +182,13 @@ def test_those_that_are_faster_in_a_circle_are_ordered_by_their_means():
 
 def test_what_is_hardly_known_at_all_is_said_without_figures():
     wild = [1000.0, 10.0, 100000.0]
-    found = ranked(repeated("ddp", wild), repeated("fsdp", wild[::-1]))
-    assert ranking.remark(found).endswith("; with 3 runs each, not even 2x is detected (90% power)")
-    assert answer(found).endswith(": with 3 runs each, not even 2x is detected (90% power)")
+    standings = ranked(repeated("ddp", wild), repeated("fsdp", wild[::-1]))
+    assert ranking.remark(standings).endswith("; with 3 runs each, not even 2x is detected (90% power)")
+    assert answer(standings).endswith(": with 3 runs each, not even 2x is detected (90% power)")
     single = ranked(*([one] for one in single_runs(2)), earlier=past(3.0))
-    assert ranking.remark(single).endswith("(90% power); judged by earlier runs, which differ by 2x and more")
+    assert ranking.remark(single).endswith(
+        "(90% power); ranked by the run-to-run variation of earlier sweeps, 2x and more"
+    )
     assert ranking.remark(ranked(*([one] for one in single_runs(2)), earlier=past(1e150)))
 
 
@@ -193,7 +201,7 @@ def test_a_thousand_single_runs_are_not_compared_two_by_two(monkeypatch):
         raise AssertionError("half a million pairs take seconds, and say nothing")
 
     monkeypatch.setattr(significance, "combinations", lambda places, size: never() if len(places) > 1 else [])
-    found = ranking.rank(group(single_runs(1000)))
-    assert {place.rank for place in found.places} == {(1, 1000)}
+    standings = ranking.rank(group(single_runs(1000)))
+    assert {place.rank for place in standings.places} == {(1, 1000)}
     with pytest.raises(AssertionError):
         ranking.rank(group(single_runs(3)), past(0.01))

@@ -18,17 +18,17 @@ def ranks(samples: list[Sample]) -> list[tuple[int, int]]:
 
 def test_the_interval_and_the_chance_are_students():
     one, other = sample(RANDOM(0), 5, mean=0.05), sample(RANDOM(1), 5)
-    found, theirs = significance.compare(between(one, other)), stats.ttest_rel(logs(one), logs(other))
+    comparison, theirs = significance.compare(between(one, other)), stats.ttest_rel(logs(one), logs(other))
     interval = theirs.confidence_interval(0.95)
     assert p_values([between(one, other)]) == pytest.approx([theirs.pvalue])
-    assert (found.low, found.high) == pytest.approx((math.exp(interval.low), math.exp(interval.high)))
-    assert found.ratio == pytest.approx(stats.gmean([*one.values()]) / stats.gmean([*other.values()]))
+    assert (comparison.low, comparison.high) == pytest.approx((math.exp(interval.low), math.exp(interval.high)))
+    assert comparison.ratio == pytest.approx(stats.gmean([*one.values()]) / stats.gmean([*other.values()]))
 
 
 def test_what_no_float_can_hold_is_no_error():
-    found = significance.compare(Difference(mean=0.0, error=1e300, freedom=4, runs=1, is_paired=False))
-    assert found.low == 0
-    assert min(found.high, found.detectable) > 1e300
+    comparison = significance.compare(Difference(mean=0.0, error=1e300, freedom=4, runs=1, is_paired=False))
+    assert comparison.low == 0
+    assert min(comparison.high, comparison.detectable) > 1e300
 
 
 def test_equal_runs_do_not_differ_and_equal_differences_do():
@@ -36,8 +36,8 @@ def test_equal_runs_do_not_differ_and_equal_differences_do():
     apart = between({block: 2 * rate for block, rate in same.items()}, same)
     first, second = p_values([between(same, same), apart])
     assert (first, second < 1e-12) == (1, True)
-    found = significance.compare(apart)
-    assert found.low == found.high == pytest.approx(2.0)
+    comparison = significance.compare(apart)
+    assert comparison.low == comparison.high == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -91,20 +91,20 @@ def test_looks_end_with_the_last_block_and_begin_when_enough_is_there(most):
 def test_what_is_said_to_be_detectable_is_seen_with_a_chance_of_ninety_percent(runs):
     """By the noncentral t distribution, for an error that the true one exceeds with a chance of 20 %."""
     freedom, error = runs - 1, 0.03
-    found = significance.compare(Difference(0.0, error, freedom, runs, is_paired=True), pairs=3)
+    comparison = significance.compare(Difference(0.0, error, freedom, runs, is_paired=True), pairs=3)
     largest = error * math.sqrt(freedom / stats.chi2.ppf(0.2, freedom))
     critical = stats.t.ppf(1 - LEVEL / 3 / 2, freedom)
-    seen = stats.nct.sf(critical, freedom, math.log1p(found.detectable) / largest)
+    seen = stats.nct.sf(critical, freedom, math.log1p(comparison.detectable) / largest)
     assert seen == pytest.approx(significance.POWER)
 
 
 def test_what_is_detectable_with_hardly_any_freedom_among_thousands_of_pairs_takes_no_time():
     """SciPy's quantile of the noncentral t distribution would not return."""
     freedom, error, pairs = 8 / 9, 1e-7, 4950
-    found = significance.compare(Difference(0.0, error, freedom, 2, is_paired=True), pairs=pairs)
+    comparison = significance.compare(Difference(0.0, error, freedom, 2, is_paired=True), pairs=pairs)
     largest = error * math.sqrt(freedom / stats.chi2.ppf(0.2, freedom))
     critical = stats.t.ppf(1 - LEVEL / pairs / 2, freedom)
-    small_enough = math.log1p(found.detectable) / largest / critical  # of the deviation that is seen, over the true one
+    small_enough = math.log1p(comparison.detectable) / largest / critical  # seen deviation over true deviation
     assert stats.chi2.cdf(freedom * small_enough**2, freedom) == pytest.approx(significance.POWER)
 
 

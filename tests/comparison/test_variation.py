@@ -39,29 +39,29 @@ def squares_about_means(table: np.ndarray) -> float:
 def test_two_of_the_same_blocks_are_compared_by_the_paired_t_test(runs):
     random = RANDOM(runs)
     one, other = sample(random, runs, mean=0.05), sample(random, runs)
-    found = between(one, other)
+    difference = between(one, other)
     theirs = stats.ttest_rel(logs(one), logs(other))
-    assert (found.runs, found.is_paired) == (runs, True)
-    assert found.mean == pytest.approx(np.mean(logs(one)) - np.mean(logs(other)))
-    assert (found.mean / found.error, found.freedom) == pytest.approx((theirs.statistic, theirs.df))
+    assert (difference.runs, difference.is_paired) == (runs, True)
+    assert difference.mean == pytest.approx(np.mean(logs(one)) - np.mean(logs(other)))
+    assert (difference.mean / difference.error, difference.freedom) == pytest.approx((theirs.statistic, theirs.df))
 
 
 @pytest.mark.parametrize(("runs", "others"), [(4, 5), (5, 5), (12, 3)])
 def test_two_without_common_blocks_are_compared_by_welchs(runs, others):
     random = RANDOM(runs)
     one, other = sample(random, runs, 0.01, 0.02), sample(random, others, 0.05, own="other")
-    found = between(one, other)
+    difference = between(one, other)
     theirs = stats.ttest_ind(logs(one), logs(other), equal_var=False)
-    assert (found.runs, found.is_paired) == (min(runs, others), False)
-    assert (found.mean / found.error, found.freedom) == pytest.approx((theirs.statistic, theirs.df))
+    assert (difference.runs, difference.is_paired) == (min(runs, others), False)
+    assert (difference.mean / difference.error, difference.freedom) == pytest.approx((theirs.statistic, theirs.df))
 
 
 @pytest.mark.parametrize(("runs", "most"), [(2, 1), (3, 4)])
 def test_few_runs_that_are_alike_do_not_borrow_the_freedom_of_many(runs, most):
     one, other = sample(RANDOM(1), runs, 1e-5), sample(RANDOM(2), 20, 0.05, own="other")
-    found = between(one, other)
-    assert found.error == pytest.approx(stats.sem(logs(other)), rel=1e-3)
-    assert found.freedom == most
+    difference = between(one, other)
+    assert difference.error == pytest.approx(stats.sem(logs(other)), rel=1e-3)
+    assert difference.freedom == most
 
 
 def test_blocks_that_one_of_two_lacks_do_not_count():
@@ -88,17 +88,17 @@ def test_two_that_hardly_ever_ran_in_the_same_block_are_compared_by_their_means(
 @pytest.mark.parametrize("deviation", [0.01, 0.5])
 def test_a_single_run_is_judged_by_those_of_the_other_side_whatever_the_past(block, deviation):
     wild, past = sample(RANDOM(3), 5, 0.3), Spread(deviation**2 * 8, 8)
-    found = between(wild, {block: 1.0}, earlier=Noise(past, past))
-    assert found.mean == pytest.approx(np.mean(logs(wild)))
-    assert found.error == pytest.approx(np.std(logs(wild), ddof=1) * math.sqrt(1 + 1 / 5))
-    assert found.freedom == pytest.approx(4 * PRIOR_FREEDOM / (PRIOR_FREEDOM + 4))
+    difference = between(wild, {block: 1.0}, earlier=Noise(past, past))
+    assert difference.mean == pytest.approx(np.mean(logs(wild)))
+    assert difference.error == pytest.approx(np.std(logs(wild), ddof=1) * math.sqrt(1 + 1 / 5))
+    assert difference.freedom == pytest.approx(4 * PRIOR_FREEDOM / (PRIOR_FREEDOM + 4))
 
 
 def test_the_noise_within_blocks_is_the_residual_of_the_two_way_layout():
     table = RANDOM(1).normal(0, 0.1, (4, 5)) + np.linspace(0, 1, 5)
-    found = variation.noise([dict(enumerate(np.exp(row).tolist())) for row in table])
-    assert found.paired == Spread(pytest.approx(squares_about_means(table)), 12)
-    assert found.unpaired == Spread(pytest.approx(((table - table.mean(1, keepdims=True)) ** 2).sum()), 16)
+    estimate = variation.noise([dict(enumerate(np.exp(row).tolist())) for row in table])
+    assert estimate.paired == Spread(pytest.approx(squares_about_means(table)), 12)
+    assert estimate.unpaired == Spread(pytest.approx(((table - table.mean(1, keepdims=True)) ** 2).sum()), 16)
 
 
 def test_where_runs_are_missing_the_residual_is_that_of_least_squares():
@@ -111,8 +111,8 @@ def test_where_runs_are_missing_the_residual_is_that_of_least_squares():
     values = np.array([table[cell] for cell in cells])
     fitted = design @ np.linalg.lstsq(design, values, rcond=None)[0]
     samples = [{b: math.exp(table[c, b]) for b in range(5) if (c, b) not in missing} for c in range(4)]
-    found = variation.noise(samples).paired
-    assert found == Spread(pytest.approx(((values - fitted) ** 2).sum()), len(cells) - np.linalg.matrix_rank(design))
+    estimate = variation.noise(samples).paired
+    assert estimate == Spread(pytest.approx(((values - fitted) ** 2).sum()), len(cells) - np.linalg.matrix_rank(design))
 
 
 def test_sweeps_without_a_common_block_have_the_residuals_of_each():
@@ -131,9 +131,9 @@ def test_others_of_the_sweep_are_a_prior_of_the_pair():
     of_pair = squares_about_means(table[:2])
     share = 1 / 2  # of two degrees of freedom that the third adds: 1 / (1 / (2 * 2) + 3 / (2 * 2))
     squares, freedom = of_pair + share * (squares_about_means(table) - of_pair), 2 + share * 2
-    found = between(*LAYOUTS)
-    assert found.error == pytest.approx(math.sqrt(squares / freedom * 2 / 3))
-    assert found.freedom == pytest.approx(freedom)
+    difference = between(*LAYOUTS)
+    assert difference.error == pytest.approx(math.sqrt(squares / freedom * 2 / 3))
+    assert difference.freedom == pytest.approx(freedom)
 
 
 def test_earlier_sweeps_judge_single_runs_and_those_alone():
@@ -152,8 +152,8 @@ def test_many_others_outweigh_a_pair_at_most_two_to_one():
     """Three runs that are alike by chance must not look like those of a quiet configuration."""
     random = RANDOM(2)
     one, other, *others = (sample(random, 3, own=own) for own in [""] * 40)
-    found = between(one, other, *others).freedom, Pool([one, *others]).mean_error(one)[1]
-    assert all(2 + 3 < freedom < 2 + 2 * 2 for freedom in found)
+    freedoms = between(one, other, *others).freedom, Pool([one, *others]).mean_error(one)[1]
+    assert all(2 + 3 < freedom < 2 + 2 * 2 for freedom in freedoms)
 
 
 def test_a_prior_is_never_worth_more_than_its_limit():

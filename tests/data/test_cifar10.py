@@ -115,7 +115,7 @@ class TestPreparing:
         before = names(root)
         problem = problem_of(small(root).prepare)
         assert (problem.option, problem.value) == ("root", root)
-        assert f"neither {FOLDER} nor {ARCHIVE} in it is complete" in problem.rule
+        assert f"neither {FOLDER} nor {ARCHIVE}, complete" in problem.rule
         assert "data.download=true" in problem.remedy
         assert names(root) == before
 
@@ -151,7 +151,7 @@ class TestReading:
         (tmp_path / "poisoned").unlink()
 
         for read in (lambda: small(root).samples(0, 1), lambda: small(root).held_out):
-            with pytest.raises(ConfigError, match="lacks files or was changed"):
+            with pytest.raises(ConfigError, match="has missing or changed files"):
                 read()
         prepared(root)  # puts the right ones there
         small(root).samples(0, 1)
@@ -209,8 +209,8 @@ class TestDownload:
         shown.unlink()
         problem = problem_of(small(root, download=True).prepare)
         assert (problem.option, problem.value) == ("root", root)
-        assert f"{ARCHIVE} could not be downloaded or unpacked: HTTP Error 404" in problem.rule
-        assert "needs no download" in problem.remedy
+        assert f"cannot download or unpack {ARCHIVE}: HTTP Error 404" in problem.rule
+        assert "put a complete archive there" in problem.remedy
 
     def test_fails_where_no_more_comes(self, tmp_path, monkeypatch):
         monkeypatch.setenv("no_proxy", "*")
@@ -218,7 +218,7 @@ class TestDownload:
         with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
             url = f"http://127.0.0.1:{silent.getsockname()[1]}/{ARCHIVE}"
             small_cifar10.write(tmp_path, url=url).unlink()
-            assert "could not be downloaded or unpacked" in problem_of(small(tmp_path, download=True).prepare).rule
+            assert "cannot download or unpack" in problem_of(small(tmp_path, download=True).prepare).rule
         assert socket.getdefaulttimeout() is None
 
     def test_default_root_is_the_users_cache(self, cache, tmp_path, server, monkeypatch):

@@ -158,7 +158,7 @@ class TestTokenizer:
         assert f"{file}, line 3: " in problem.rule
         file.write_text('{"text": ""}\n')
         problem = refused(file, tokenizer=numbers)
-        assert (problem.option, problem.rule) == ("path", "there is no text in it")
+        assert (problem.option, problem.rule) == ("path", "has no text")
         assert {path.suffix for path in cache.iterdir()} == {".lock"}
 
 
@@ -199,7 +199,7 @@ class TestHeldOut:
         assert tokens == 12, "one document and its separator"
         assert len(text(folder, held_out=1e-9, sequence_length=11).held_out) == 1
         problem = refused(folder, held_out=1e-9, sequence_length=12)
-        assert told(problem) == ("held_out", 1e-9, "try a larger share, a sequence_length of 11")
+        assert told(problem) == ("held_out", 1e-9, "try a larger fraction, a sequence_length of 11")
         assert "12 tokens" in problem.rule
         problem = refused(folder, held_out=1 - 1e-9, sequence_length=12)
         assert told(problem) == ("sequence_length", 12, "try a sequence_length of 11")

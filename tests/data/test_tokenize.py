@@ -117,7 +117,7 @@ def test_missing_tokenizer_is_refused(tmp_path):
 def test_invalid_tokenizer_is_refused(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    assert "is not a tokenizer.json" in problem_of(Tokenizer, path=path).rule
+    assert "is not a Hugging Face tokenizer.json" in problem_of(Tokenizer, path=path).rule
 
 
 class TestTelling:

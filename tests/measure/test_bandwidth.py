@@ -27,8 +27,8 @@ WORKED = {
 @pytest.mark.parametrize("op", FACTORS)
 def test_bus_bandwidth_of_worked_examples(op):
     # 12 MB in 3 ms: an algorithm bandwidth of 4 GB/s.
-    found = {ranks: bus_bandwidth(op, 12_000_000, 0.003, ranks) for ranks in (2, 3, 4, 8)}
-    assert found == pytest.approx({ranks: 4e9 * factor for ranks, factor in WORKED[op].items()})
+    rates = {ranks: bus_bandwidth(op, 12_000_000, 0.003, ranks) for ranks in (2, 3, 4, 8)}
+    assert rates == pytest.approx({ranks: 4e9 * factor for ranks, factor in WORKED[op].items()})
 
 
 SIZES = [8 * 4**power for power in range(13)]

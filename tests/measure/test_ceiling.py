@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ptdbench.launch.world import World
 from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Measured
-from ptdbench.measure.products import Shape
+from ptdbench.measure.products import ProductShape
 from ptdbench.measure.results import Key, OtherLoad, Product, RankProducts
 from ptdbench.problems import ConfigError
 
@@ -70,10 +70,10 @@ QUIET = OtherLoad("n1", 8, 0.0, [], on_gpu=True)
 class TestCeilings:
     def test_ceiling_is_the_best_shape_by_the_ranks_median(self):
         ranks = [rank(0, {"a": 7e14, "b": 6e14}), rank(1, {"a": 3e14, "b": 5e14}), rank(2, {"a": 4e14, "b": 5.5e14})]
-        (found,) = ceiling._ceilings(ranks, [QUIET])
-        assert (found.shape, found.flops_per_second, found.ranks) == ("b", 5.5e14, 3)
-        assert found.share_of_peak == pytest.approx(550 / 989.4)  # an H200's dense bf16 peak
-        assert found.peak_reason is None
+        (best,) = ceiling._ceilings(ranks, [QUIET])
+        assert (best.shape, best.flops_per_second, best.ranks) == ("b", 5.5e14, 3)
+        assert best.share_of_peak == pytest.approx(550 / 989.4)  # an H200's dense bf16 peak
+        assert best.peak_reason is None
 
     def test_different_devices_have_their_own_ceilings(self):
         ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
@@ -87,13 +87,13 @@ class TestCeilings:
 class TestKept:
     def keep(self, rate: float, beside_load: bool, device: str = "NVIDIA H200", **how: bool) -> str | None:
         ranks = [rank(0, {"a": rate}, device=device)]
-        (found,) = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[0] * beside_load)])
-        return ceiling.keep_ceilings(World(0, 1, 0, 1, "torchrun"), [found], **how)
+        (best,) = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[0] * beside_load)])
+        return ceiling.keep_ceilings(World(0, 1, 0, 1, "torchrun"), [best], **how)
 
     @staticmethod
     def kept() -> tuple[float, bool | None]:
-        found = ceiling.look_up(Key("NVIDIA H200", "550", "2.15", "bf16", None))
-        return found.flops_per_second, found.beside_load
+        stored = ceiling.look_up(Key("NVIDIA H200", "550", "2.15", "bf16", None))
+        return stored.flops_per_second, stored.beside_load
 
     def test_latest_on_a_quiet_machine_is_kept(self):
         for rate in (7e14, 6e14):
@@ -102,20 +102,20 @@ class TestKept:
 
     def test_lower_one_under_load_is_not_kept(self):
         self.keep(7e14, beside_load=False)
-        rule = "taken beside other load, and 700 TFLOP/s measured earlier is higher"
-        assert self.keep(6e14, beside_load=True) == f"bf16 not kept for later runs: {rule}"
+        rule = "measured under load, and the earlier 700 TFLOP/s is higher"
+        assert self.keep(6e14, beside_load=True) == f"bf16 not cached: {rule}"
         assert self.kept() == (7e14, False)
         assert self.keep(8e14, beside_load=True) is None
         assert self.kept() == (8e14, True)
 
     def test_virtual_gpu_is_not_kept(self, cache):
         said = self.keep(7e14, beside_load=False, device="virtual NVIDIA H200")
-        assert (said, cache.exists()) == ("not kept for later runs: virtual GPUs compute nothing", False)
+        assert (said, cache.exists()) == ("not cached: virtual GPUs compute nothing", False)
 
     def test_higher_of_two_measurements_is_kept(self):
         self.keep(7e14, beside_load=True)
         said = self.keep(6e14, beside_load=False, only_higher=True)
-        assert said == "bf16 not kept for later runs: 700 TFLOP/s measured earlier is higher"
+        assert said == "bf16 not cached: the earlier 700 TFLOP/s is higher"
         assert self.kept() == (7e14, True)
 
 
@@ -130,6 +130,6 @@ def test_products_beyond_memory_are_refused(monkeypatch):
     monkeypatch.setattr(ceiling.timing, "require_memory", refuse)
     here = World(0, 1, 0, 1, "torchrun"), torch.device("cpu")
     with pytest.raises(ConfigError):
-        ceiling.measure(*here, [Shape(2, 3, 5), Shape(4, 4, 4)], ["bf16"], 1.0)
+        ceiling.measure(*here, [ProductShape(2, 3, 5), ProductShape(4, 4, 4)], ["bf16"], 1.0)
     # 2 bytes for each of 3 * 16 numbers, and 4 for each of the 16 of a factor.
     assert asked == [(96 + 64, "workload.shapes", "4x4x4")]

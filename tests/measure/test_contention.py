@@ -43,7 +43,7 @@ def test_busy_ticks_of_cores(text, cores, expected):
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        ([Spent(10.0, own, {0: 9.0, 1: 10.0}, [0, 1]) for own in (4.0, 4.0)], (2, pytest.approx(1.1))),
+        ([Spent(10.0, cpu, {0: 9.0, 1: 10.0}, [0, 1]) for cpu in (4.0, 4.0)], (2, pytest.approx(1.1))),
         ([Spent(10.0, 9.0, {0: 9.0}, [0]), Spent(5.0, 2.0, {1: 5.0}, [1])], (2, pytest.approx(0.6))),  # cores apart
         ([Spent(1.0, 1.01, {0: 1.0}, [0])], (1, 0.0)),  # a rank's own time is exact, that of a core counted in ticks
         ([Spent(1.0, 1.0, {0: 1.0}, [0, 1])], (2, None)),  # a core without counters says nothing
@@ -125,11 +125,11 @@ def spin(seconds, done, leave):
 
 
 def test_the_time_of_workers_is_ones_own():
-    before, done, leave = contention._own_seconds(), multiprocessing.Event(), multiprocessing.Event()
+    before, done, leave = contention._cpu_seconds(), multiprocessing.Event(), multiprocessing.Event()
     worker = multiprocessing.Process(target=spin, args=(0.3, done, leave), daemon=True)
     worker.start()
     done.wait()
-    assert contention._own_seconds() - before > 0.25
+    assert contention._cpu_seconds() - before > 0.25
     leave.set()
     worker.join()
 

@@ -41,10 +41,10 @@ def test_the_best_of_all_attempts_counts():
 
 def test_slow_ones_are_named_with_their_share_and_marked_if_other_load_may_have_slowed_them():
     rank, loaded = diagnosis.slow_ranks({("bf16", 3): 0.9, ("bf16", 4): 0.9}, 5, {4})
-    text = "rank 3 reaches 90.0% of its peers' median in bf16 products, at best of 5"
+    text = "rank 3 reaches 90.0% of its peers' median in bf16 products, best of 5"
     assert (rank, loaded.beside_load) == (Finding("slow rank", [3], text), True)
     link, *others = diagnosis.slow_links({(1, 2): 0.0001, (3, 4): 0.9, (4, 3): 0.9}, 2, {4})
-    text = "rank 1 sends to rank 2 at less than 0.1% of the median of such links, at best of 2"
+    text = "rank 1 sends to rank 2 at less than 0.1% of the median of similar links, best of 2"
     assert link == Finding("slow link", [1, 2], text)
     assert [other.beside_load for other in others] == [True, True]
 
@@ -53,14 +53,14 @@ def test_the_verdict():
     """Busy is what other load may have caused, and nothing else."""
     slow = Finding("slow rank", [1], "slow", beside_load=True)
     shared = [*diagnosis.gpu_troubles(0, replace(GPU, processes=2), 1, [0])]
-    found = ([], [slow, slow], [slow, Finding("versions", [1], "")], shared)
-    assert [diagnosis.verdict(one) for one in found] == ["sound", "busy", "unsound", "busy"]
+    findings = ([], [slow, slow], [slow, Finding("versions", [1], "")], shared)
+    assert [diagnosis.verdict(one) for one in findings] == ["sound", "busy", "unsound", "busy"]
 
 
 def test_versions_that_differ_are_named_with_their_ranks():
     same = {"torch": "2.15.0", "python": "3.11.7", "driver": "550.54", "host": "n1"}
-    (found,) = diagnosis.different_versions([same, {**same, "host": "n2"}, {**same, "driver": None, "host": "n3"}])
-    assert found == Finding("versions", [2], "driver differs: 550.54 on ranks 0, 1, None on rank 2")
+    (finding,) = diagnosis.different_versions([same, {**same, "host": "n2"}, {**same, "driver": None, "host": "n3"}])
+    assert finding == Finding("versions", [2], "driver differs: 550.54 on ranks 0, 1, None on rank 2")
 
 
 @pytest.mark.parametrize(
@@ -68,21 +68,21 @@ def test_versions_that_differ_are_named_with_their_ranks():
     [
         (
             {"clock_reasons": ["power cap", "too hot (hardware)"]}, 1, (2, 3), "throttled",
-            "the GPU of rank 4 is slowed down: too hot (hardware), at 60 °C",
+            "the GPU of rank 4 is throttled: too hot (hardware), at 60 °C",
         ),
         ({"processes": 3}, 1, (2, 3), "busy", "the GPU of rank 4 is used by 2 other processes"),
         (
             {"power_limit_watts": 500.0}, 1, (2, 3), "power limit",
-            "the GPU of rank 4 may draw 500 W, and 700 W by default",
+            "the GPU of rank 4 is limited to 500 W, below the default 700 W",
         ),
-        ({}, 1, (8, 9), "far cores", "rank 4 may run on none of the cores that are near its GPU"),
+        ({}, 1, (8, 9), "far cores", "rank 4 cannot run on any core near its GPU"),
         ({}, 1, (2, 3), None, None),  # at its power cap
         ({"processes": 2}, 2, (2, 3), None, None),
         (asdict(UNKNOWN), 1, (2, 3), None, None),
     ],
 )  # fmt: skip
 def test_troubles_of_a_gpu(changes, users, cores, kind, text):
-    found = [
+    findings = [
         (finding.kind, finding.text) for finding in diagnosis.gpu_troubles(4, replace(GPU, **changes), users, cores)
     ]
-    assert found == ([(kind, text)] if kind else [])
+    assert findings == ([(kind, text)] if kind else [])

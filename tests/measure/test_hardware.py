@@ -16,21 +16,21 @@ NVIDIA = "/proc/driver/nvidia/version"
 
 def test_environment_of_a_cpu_leaves_cuda_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialized"))
-    found = environment("cpu")
+    facts = environment("cpu")
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
     expected = {**versions, "host": platform.node(), "devices": []}
-    assert {name: found[name] for name in expected} == expected
-    assert found["cores"] >= 1
-    assert found["cpu"]
-    assert json.loads(json.dumps(found)) == found
+    assert {name: facts[name] for name in expected} == expected
+    assert facts["cores"] >= 1
+    assert facts["cpu"]
+    assert json.loads(json.dumps(facts)) == facts
 
 
 @pytest.mark.gpu
 def test_environment_of_a_gpu():
-    found = environment("cuda")
-    assert found["devices"] == [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    assert found["nccl"].count(".") >= 2
-    assert json.loads(json.dumps(found)) == found
+    facts = environment("cuda")
+    assert facts["devices"] == [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    assert facts["nccl"].count(".") >= 2
+    assert json.loads(json.dumps(facts)) == facts
 
 
 def test_rocm_build_calls_nothing_of_nvidia(monkeypatch):
@@ -42,10 +42,10 @@ def test_rocm_build_calls_nothing_of_nvidia(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: pytest.fail("there is no NCCL"))
     monkeypatch.setattr(gpu_state.importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
-    found = environment("cuda")
-    assert (found["cuda"], found["rocm"], found["nccl"]) == (None, "6.4.1", None)
-    assert found["devices"] == ["AMD Instinct MI300X"]
-    assert gpu_state.inspect().reason == "NVML supports only NVIDIA GPUs, and these are AMD's"
+    facts = environment("cuda")
+    assert (facts["cuda"], facts["rocm"], facts["nccl"]) == (None, "6.4.1", None)
+    assert facts["devices"] == ["AMD Instinct MI300X"]
+    assert gpu_state.inspect().reason == "NVML supports only NVIDIA GPUs, not AMD's"
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
     assert gpu_state.identity(torch.device("cuda", 0)) == "PCI-0:c1:0"

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, Place, sent, verify
+from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, GroupRank, sent, verify
 from tests.parallel.ranks import pretended
 
 CPU = torch.device("cpu")
@@ -16,7 +16,7 @@ ALL = pytest.mark.parametrize(("dtype", "reduction"), list(itertools.product(DTY
 
 def contributions(ranks, count, dtype, reduction):
     """What each rank gives, and what must come of it."""
-    of = [Place(None, range(ranks), rank, CPU, DTYPES[dtype], REDUCTIONS[reduction]) for rank in range(ranks)]
+    of = [GroupRank(None, range(ranks), rank, CPU, DTYPES[dtype], REDUCTIONS[reduction]) for rank in range(ranks)]
     return [rank.contributed(count) for rank in of], of[0].reduced(count)
 
 
@@ -79,7 +79,7 @@ def test_neighboring_elements_differ(count):
 
 
 def test_operations_raise_no_deprecation():
-    place = Place(None, [0], 0, CPU, DTYPES["fp32"], REDUCTIONS["sum"])
+    place = GroupRank(None, [0], 0, CPU, DTYPES["fp32"], REDUCTIONS["sum"])
     with pretended(1), warnings.catch_warnings():
         warnings.simplefilter("error")
         for name, operation in OPERATIONS.items():

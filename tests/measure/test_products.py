@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ptdbench.measure import clock, products
-from ptdbench.measure.products import Shape
+from ptdbench.measure.products import ProductShape
 from ptdbench.measure.timing import Effort
 
 CPU = torch.device("cpu")
@@ -20,17 +20,17 @@ def _small_caches(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("text", [512, "512", "2x3x5", "20x3x5"])
 def test_shape_is_parsed(text):
-    assert Shape.of(text) == Shape(*([512] * 3 if "512" in str(text) else map(int, text.split("x"))))
+    assert ProductShape.of(text) == ProductShape(*([512] * 3 if "512" in str(text) else map(int, text.split("x"))))
 
 
 @pytest.mark.parametrize("text", ["", "0", "2x3", "2x0x5", "2x3x5x7", "-1", "1.5", "axb", None])
 def test_malformed_shape_is_refused(text):
     with pytest.raises(ValueError, match="is not a shape"):
-        Shape.of(text)
+        ProductShape.of(text)
 
 
 def test_flops_and_bytes_by_hand():
-    shape = Shape(2, 3, 5)
+    shape = ProductShape(2, 3, 5)
     assert shape.flops == 2 * 30  # thirty multiplications and as many additions
     assert (shape.bytes("fp32"), shape.bytes("bf16")) == (4 * (10 + 15 + 6), 2 * (10 + 15 + 6))
     assert str(shape) == "2x3x5"
@@ -49,11 +49,11 @@ def test_wrong_product_is_an_error(monkeypatch):
         out[3, 4] += 1
 
     monkeypatch.setattr(torch, "mm", one_entry_off)
-    with pytest.raises(ArithmeticError, match=r"^the fp32 product 64x64x64 on cpu is wrong by "):
-        products.product_seconds(Shape(64, 64, 64), "fp32", CPU, seconds=0.0001)
+    with pytest.raises(ArithmeticError, match=r"^the fp32 product 64x64x64 on cpu has a relative error of "):
+        products.product_seconds(ProductShape(64, 64, 64), "fp32", CPU, seconds=0.0001)
     monkeypatch.setattr(torch, "mm", lambda a, b, out: out.fill_(float("nan")))
-    with pytest.raises(ArithmeticError, match="wrong by nan"):
-        products.product_seconds(Shape(8, 8, 8), "bf16", CPU, seconds=0.0001)
+    with pytest.raises(ArithmeticError, match="a relative error of nan"):
+        products.product_seconds(ProductShape(8, 8, 8), "bf16", CPU, seconds=0.0001)
 
 
 def test_untimed_work_precedes_every_repetition(monkeypatch):
@@ -101,7 +101,7 @@ def test_tf32_is_allowed_only_for_tf32_products(monkeypatch):
     }
     for dtype, of_each in expected.items():
         seen.clear()
-        taken = products.product_seconds(Shape(8, 4, 16), dtype, CPU, seconds=0.0001)
+        taken = products.product_seconds(ProductShape(8, 4, 16), dtype, CPU, seconds=0.0001)
         assert set(seen) == {of_each}
         assert len(taken) >= Effort.min_repetitions
         assert min(taken) > 0
@@ -109,8 +109,8 @@ def test_tf32_is_allowed_only_for_tf32_products(monkeypatch):
 
 
 def test_copy_within_the_device_counts_twice():
-    found = products.copy_seconds(CPU, seconds=0.0001)
-    assert list(found) == ["within the device"]
-    moved, taken = found["within the device"]
+    copies = products.copy_seconds(CPU, seconds=0.0001)
+    assert list(copies) == ["within the device"]
+    moved, taken = copies["within the device"]
     assert moved == 2 * 2**28
     assert len(taken) >= Effort.min_repetitions

@@ -54,9 +54,9 @@ def test_short_start_beside_others_is_all_warmup(lengths, expected):
 
 
 def test_summary_by_hand():
-    found = summary([5.0, 1.0, 3.0, 2.0, 4.0])
-    assert (found.median, found.mean, found.ci95) == (3.0, 3.0, None)
-    assert (found.p5, found.p95) == pytest.approx((1.2, 4.8))
+    seconds = summary([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (seconds.median, seconds.mean, seconds.ci95) == (3.0, 3.0, None)
+    assert (seconds.p5, seconds.p95) == pytest.approx((1.2, 4.8))
     assert summary([]) == StepSeconds()
 
 
@@ -100,6 +100,6 @@ def test_paired_ratio_refuses_what_is_not_paired():
 
 def test_disturbed_pair_is_one_pair():
     a, b = [2.0] * 20 + [900.0], [1.0] * 21
-    found = median_of_ratios(a, b)
-    assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0)
+    interval = median_of_ratios(a, b)
+    assert (interval.value, interval.low, interval.high) == (2.0, 2.0, 2.0)
     assert median_of_ratios([1.0], [2.0]).high == math.inf  # one pair tells nothing of the spread

@@ -32,7 +32,7 @@ def test_required_memory_is_a_share_of_the_free_memory(monkeypatch):
     monkeypatch.setattr(timing, "host_memory", lambda: HostMemory(100, 60))
     monkeypatch.setattr(timing, "gather", lambda told: [told])
     timing.require_memory(CPU, 2, 30, "workload.shapes", "512")
-    with pytest.raises(ConfigError, match="and rank 0 has"):
+    with pytest.raises(ConfigError, match="but rank 0 has"):
         timing.require_memory(CPU, 2, 31, "workload.shapes", "512")
 
 
@@ -73,8 +73,8 @@ def test_unaffordable_step_is_not_timed(alone):
         ({"min_bytes": 0}, "min_bytes=0: must be a whole number of at least 1"),
         ({"factor": 1}, "factor=1: must be a whole number of at least 2"),
         ({"warmup": 0}, "warmup=0: must be a whole number of at least 1"),
-        ({"min_bytes": 64, "max_bytes": 8}, "max_bytes=8: must not be below min_bytes, 64"),
-        ({"min_repetitions": 9, "max_repetitions": 8}, "max_repetitions=8: must not be below min_repetitions, 9"),
+        ({"min_bytes": 64, "max_bytes": 8}, "max_bytes=8: must be at least min_bytes, 64"),
+        ({"min_repetitions": 9, "max_repetitions": 8}, "max_repetitions=8: must be at least min_repetitions, 9"),
         ({"seconds": 0}, "seconds=0: must be greater than 0"),
         ({"max_seconds": -1.0}, "max_seconds=-1.0: must be greater than 0"),
     ],

@@ -260,22 +260,22 @@ def test_modules_without_weights_join_a_piece():
     [
         # The last of its blocks gets what depends on the samples.
         (net(beside=lambda number, first: {"scale": first.mean(1, keepdim=True)} if number == 2 else {}),
-         "calls its blocks with more than the hidden state that depends on samples or weights"),
-        (net(beside=particular), "cannot be tried between its blocks: nothing to tell apart"),
-        (Residual, "does not call blocks.1 with what blocks.0 returns"),
-        (net(skips), "does not call blocks.0 to blocks.2 once each and in order"),
+         "its blocks take other arguments that depend on samples or weights"),
+        (net(beside=particular), "its blocks cannot be tried apart: nothing to tell apart"),
+        (Residual, "it does not call blocks.1 with the output of blocks.0"),
+        (net(skips), "it does not call blocks.0 to blocks.2 once each and in order"),
         (net(lambda self, inputs: Net.forward(self, inputs) + self.shift, shift=nn.Parameter(torch.zeros(4))),
-         "has a weight, shift, in Assembled, which is around the blocks"),
-        (Again, "calls blocks.3.norm between its blocks"),
-        (net(head_on_stem), "uses what comes before its blocks after them too"),
+         "Assembled itself owns shift"),
+        (Again, "it calls blocks.3.norm between its blocks"),
+        (net(head_on_stem), "it uses what comes before its blocks after them too"),
         # As language models do whose embedding is their head, and the other way round.
         (net(lambda self, inputs: Net.forward(self, inputs) @ self.stem.weight.T[:4]),
-         "uses what comes before its blocks after them too"),
+         "it uses what comes before its blocks after them too"),
         (net(lambda self, inputs: Net.forward(self, inputs * self.head.weight.sum())),
-         "uses what comes after its blocks before them too"),
-        (BlocksOnWeights, "calls its blocks with more than the hidden state that depends on samples or weights"),
-        (Checkpointed, "passes no gradient to its last block, as under reentrant checkpointing"),
-        (lambda: nn.Linear(6, 4), "has no parts(), and no list of blocks of one class to cut between"),
+         "it uses what comes after its blocks before them too"),
+        (BlocksOnWeights, "its blocks take other arguments that depend on samples or weights"),
+        (Checkpointed, "it passes no gradient to its last block, as under reentrant checkpointing"),
+        (lambda: nn.Linear(6, 4), "it has no parts() and no list of blocks of one class"),
     ],
 )  # fmt: skip
 def test_chain_refusals(build, reason):
@@ -288,7 +288,7 @@ def test_repeated_weights_are_no_chain():
     linear = nn.Linear(6, 6)
     model = adapt(nn.Sequential(linear, nn.ReLU(), nn.Sequential(linear), nn.Linear(6, 4)), example)
     assert model.parts() is None
-    assert model.uncut == "has no parts(), and runs Linear in both 0 and 2"
+    assert model.unsplit[0] == "it has no parts(), and runs Linear in both 0 and 2"
 
 
 class Heads(nn.Module):

@@ -171,7 +171,7 @@ def test_initial_values_of_a_decoder(family, options):
         (Llama, {"layers": 0, "heads": 6, "key_value_heads": 4, "width": 32, "hidden": 48, "rope_theta": 1,
                  "rope_factor": 0.5}, [
             "layers=0: must be a whole number of at least 1",
-            "heads=6: must divide width=32 into heads of an even number of features, which are turned in pairs; "
+            "heads=6: must divide width=32 into heads with an even number of features, which are rotated in pairs; "
             "try 2, 4, 8",
             "key_value_heads=4: must divide heads=6; try 2, 3, 6",
             "rope_theta=1: must be greater than 1",

@@ -82,6 +82,6 @@ def test_kernels_need_ampere_and_triton(monkeypatch):
 
 def test_missing_triton_warns():
     softmax._has_triton.cache_clear()
-    with pytest.warns(UserWarning, match=r"the loss is computed without its kernel, as Triton does not run here: \S"):
+    with pytest.warns(UserWarning, match=r"without its Triton kernel, which does not run here: \S"):
         assert not softmax._has_triton(torch.device("cpu"))
     softmax._has_triton.cache_clear()

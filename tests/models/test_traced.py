@@ -83,28 +83,29 @@ def drops(self, x):
     return self.third(self.second(functional.dropout(self.first(x), training=self.training)))
 
 
-BLOCKS = "has no parts(), and no list of blocks of one class to cut between, and "
+BLOCKS = "it has no parts() and no list of blocks of one class, and "
 
 
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
         (plain(lambda self, x: self.third(self.second(self.first(x))) + self.fourth(x), fourth=nn.Linear(6, 4)),
-         "has no place between its submodules where only one tensor passes"),
-        (plain(branches), "cannot be traced: symbolically traced variables cannot be used as inputs to control flow"),
-        (plain(drops), "computes something else when its submodules are called one after the other"),
+         "more than one tensor passes between its submodules"),
+        (plain(branches),
+         "it cannot be traced: symbolically traced variables cannot be used as inputs to control flow"),
+        (plain(drops), "its submodules, called one after the other, compute something else"),
         (plain(Plain.forward, second=nn.Linear(3, 3)),
-         "cannot be tried in pieces: mat1 and mat2 shapes cannot be multiplied (2x8 and 3x3)"),
+         "it cannot be tried in pieces: mat1 and mat2 shapes cannot be multiplied (2x8 and 3x3)"),
         (plain(lambda self, x: Plain.forward(self, x) * self.scale, scale=nn.Parameter(torch.ones(4))),
-         "has a weight, scale, outside of its submodules"),
+         "Assembled itself owns scale"),
         (plain(lambda self, x: Plain.forward(self, x - self.mean), mean=nn.Buffer(torch.ones(6))),
-         "has a buffer, mean, outside of its submodules"),
+         "Assembled itself owns buffer mean"),
         (plain(lambda self, x: Plain.forward(self, x) @ self.first.weight[:4, :4]),
-         "reads first.weight outside of the module that has it"),
-        (lambda: nn.Linear(6, 4), "has a weight, weight, outside of its submodules"),
+         "it reads first.weight outside the module that owns it"),
+        (lambda: nn.Linear(6, 4), "Linear itself owns weight and bias"),
     ],
 )  # fmt: skip
 def test_tracing_refusals(build, reason):
     model = adapt(build(), example)
     assert model.parts() is None
-    assert model.uncut.replace("addmm: ", "") == BLOCKS + reason  # since torch 2.15 it names the operation
+    assert model.unsplit[0].replace("addmm: ", "") == BLOCKS + reason  # since torch 2.15 it names the operation

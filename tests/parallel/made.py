@@ -18,7 +18,7 @@ from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling import trace
-from ptdbench.profiling.events import Call
+from ptdbench.profiling.events import CommCall
 from ptdbench.training.profile import profiled
 from tests.models.made import on_meta, with_weights
 from tests.parallel.ranks import mesh_of
@@ -61,7 +61,7 @@ def laid_out(
     return engine, layout, mesh.dp.get_local_rank()
 
 
-def calls_of(step: Callable[[], object]) -> Sequence[Call]:
+def calls_of(step: Callable[[], object]) -> Sequence[CommCall]:
     """In a rank: what it communicates in a step, as a trace shows it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

@@ -23,7 +23,7 @@ from ptdbench.models.resnet import ResNet
 from ptdbench.parallel.activations import Recompute
 from ptdbench.parallel.comm_volume import OPERATIONS, CommModel, comm_bytes
 from ptdbench.parallel.engine import Engine
-from ptdbench.parallel.footprint import Footprint, footprints
+from ptdbench.parallel.footprint import StateBytes, footprints
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
 from tests.optim.made_muon import muon_of
@@ -157,8 +157,8 @@ class Seen:
 
     by_formula: dict[str, Any]
     sent: Counter[str]
-    foreseen: Footprint
-    held: Footprint
+    foreseen: StateBytes
+    held: StateBytes
     warned: list[str]
 
 
@@ -195,13 +195,13 @@ def of_case(name: str) -> Seen:
     )  # fmt: skip
 
 
-def held(engine: Engine, optimizer: torch.optim.Optimizer) -> Footprint:
+def held(engine: Engine, optimizer: torch.optim.Optimizer) -> StateBytes:
     """The memory of a rank's training state."""
     weights = list(engine.module.parameters())
     copies = [copy for part in engine.parts if part.copies for copy in part.copies.tensors]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     not_sent = [tensor for name, tensor in engine.own_state().items() if "error" in name]
-    return Footprint(
+    return StateBytes(
         storage([*weights, *engine.module.buffers(), *copies]),
         storage([*gradients, *not_sent]),
         storage([value for values in optimizer.state.values() for value in values.values()]),

@@ -106,7 +106,7 @@ def test_a_model_that_is_not_one_graph_says_so(graphs):
     model = Broken(2, 2)
     start_afresh("whole")
     compile_parts(model, [], [], "whole")
-    with pytest.raises(ConfigError, match=r"compile=whole: the forward of Broken is not one graph: .*; try layers"):
+    with pytest.raises(ConfigError, match=r"compile=whole: the forward of Broken .*; try layers"):
         model(torch.ones(1, 2))
 
 
@@ -157,7 +157,7 @@ def test_each_run_compiles_its_batch_size(graphs):
 
 def test_endless_shapes_fail_the_run(graphs):
     model = compiled(nn_chain(4, 5, 4))  # two kinds of layer
-    rule = "compile=layers: the forward of Linear still changes after 16 compilations; try false, or samples of one"
+    rule = "compile=layers: the forward of Linear needs more than 16 compilations; try false, or samples of equal"
     for batch in range(1, 9):
         model(torch.ones(batch, 4))
     assert len(graphs) == 16

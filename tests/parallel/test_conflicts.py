@@ -60,21 +60,21 @@ def split(*values: Any) -> Any:
         ({"shard": 4}, "optimizer", "zero1", f"{NO_EFFECT}=ddp,pdp"),
         *((degrees, "sync_batchnorm", True, f"{NO_EFFECT}=ddp,pdp,fsdp,hsdp")
           for degrees in ({}, {"pipeline": 2}, {"tensor": 2}, {"context": 2})),
-        ({"shard": 4}, "gradients", "powersgd", "needs whole gradients, …; try auto, bf16, or parallel=ddp"),
+        ({"shard": 4}, "gradients", "powersgd", "needs unsharded gradients, …; try auto, bf16, or parallel=ddp"),
         *(({degree: 2, other: 2}, "powersgd_rank", 2, f"{NO_EFFECT}=ddp,pdp")
           for degree, other in (("replicate", "shard"), ("pipeline", "tensor"), ("pipeline", "pipeline"))),
         *(({degree: 2}, "powersgd_rank", 3, WITHOUT_POWERSGD) for degree in ("replicate", "context")),
         ({**DDP, "gradients": "bf16"}, "powersgd_start", 5, WITHOUT_POWERSGD),
         (POWERSGD, "powersgd_start", 1, "must be a whole number of at least 2"),
         (POWERSGD, "powersgd_rank", 0, AT_LEAST_1),
-        ({"tensor": 2}, "async_tensor", True, "overlaps … sequence parallelism; try false, or parallel.sequence=true"),
+        ({"tensor": 2}, "async_tensor", True, "… sequence parallelism; try false, or parallel.sequence=true"),
         ({"replicate": 4}, "prefetch", 2, f"{NO_EFFECT}=fsdp,hsdp"),
         ({"shard": 4}, "prefetch", 0, AT_LEAST_1),
         with_setters({"replicate": 4}, "message_buffers", "nccl", f"{NO_EFFECT}=fsdp,hsdp"),
         with_setters({"shard": 4}, "reduce_scatter_buffers", 0, AT_LEAST_1),
         with_setters({"shard": 4, "message_buffers": "symmetric"}, "reduce_scatter_buffers", 2,
-                     "must be 1 with parallel.message_buffers=symmetric, which is one buffer; try 1"),
-        (STAGES_IN_SHARDS, "reshard_after_forward", 2, "makes groups of ranks that only shard, …; try true, false"),
+                     "must be 1 with parallel.message_buffers=symmetric, …; try 1"),
+        (STAGES_IN_SHARDS, "reshard_after_forward", 2, "… is not supported with pipeline, …; try true, false"),
         (PDP, "stages_per_rank", 2, f"must be 1 under 1f1b; try auto, or {_1F1B}"),
         split({**PDP, "schedule": "dualpipev"}, "stages_per_rank", 3, f"must be 2 under dualpipev; … or {_1F1B}"),
         ({**PDP, "schedule": "looped_bfs"}, "stages_per_rank", 1, "… at least 2 under looped_bfs; try auto, or …=1f1b"),
@@ -113,8 +113,8 @@ def test_context_with_fsdp_accumulates_whole_gradients():
 @pytest.mark.parametrize(
     ("options", "ranks", "batch", "message"),
     [
-        ({**DDP, "static_graph": True}, 2, (16, 2), "static_graph=true: is not sound with gradient accumulation, and "
-         "there are 4 passes a step; try auto, false, or train.micro_batch=auto"),
+        ({**DDP, "static_graph": True}, 2, (16, 2), "static_graph=true: … accumulation, … 4 "
+         "passes…; try auto, false, or train.micro_batch=auto"),
         ({**PDP, "pipeline": 2, "static_graph": True}, 4, (16,), "static_graph=true: …a pipeline; try auto, false"),
         ({**PDP, "microbatches": 5}, 2, (12,), "microbatches=5: must divide … share …, 12; try 3, 4, 6"),
         ({**PDP, "microbatches": 4}, 2, (12, 2), "microbatches=4: must divide the micro-batches …, 6; try 2, 3, 6"),
@@ -132,7 +132,7 @@ def test_context_with_fsdp_accumulates_whole_gradients():
                 f"reshard_after_forward=true: … under zbv, …; try false, or {_1F1B}")
           for degrees, ranks in (({"shard": 2}, 4), ({"context": 2, "tensor": 2}, 8))),
         *(({**FSDP, "reshard_after_forward": size}, ranks, (16,),
-           f"reshard_after_forward={size}: a number must divide shard({ranks}), …; try {fits}")
+           f"reshard_after_forward={size}: a group size must divide shard({ranks}), …; try {fits}")
           for size, ranks, fits in (
                (3, 4, "true, false, 2"), (4, 4, "true, false, 2"), (1, 2, "true, false"))),
     ],
@@ -154,26 +154,26 @@ UNSHARDED = {
     ("options", "name", "value", "message"),
     [
         (RING, "compile", "whole", "compile=whole: … ring …; try layers, or parallel.context_method=ulysses"),
-        (FSDP, "compile", "whole", "compile=whole: is one graph, and sharded …; try layers, or parallel=ddp"),
+        (FSDP, "compile", "whole", "compile=whole: … sharded …; try layers, or parallel=ddp"),
         split({**PDP, "schedule": "zbv"}, "compile", "layers", f"compile=layers: …; try false, or {_1F1B}"),
         *(split({**PDP, "schedule": schedule}, "activations", Selective(), f"activations=selective: … {schedule} "
-                f"takes two; try recompute, keep, or {_1F1B}")
+                f"runs two; try recompute, keep, or {_1F1B}")
           for schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")),
-        (POWERSGD, "precision", "fp16", "parallel.gradients=powersgd: … scaled …; try auto, or precision=bf16"),
+        (POWERSGD, "precision", "fp16", "parallel.gradients=powersgd: … loss scaling: …; try auto, or precision=bf16"),
         *(({"tensor": "auto"}, "precision", value, f"precision={value}: does not support tensor …; try bf16")
           for value in ("fp8", "fp8_tensorwise")),
         ({**FSDP, "reshard_after_forward": 2}, "precision", "fp8_tensorwise",
          "parallel.reshard_after_forward=2: … fp8; try true, false, or precision=fp8"),
         *((options, "compile", value, f"parallel.async_tensor=true: … compile={str(value).lower()}; … compile=layers")
           for options, value in ((ASYNC, False), ({**ASYNC, "replicate": 1, "shard": 1}, "whole"))),
-        (ASYNC, "backend", "gloo", "parallel.async_tensor=true: …, and the backend is gloo; try false"),
-        (ASYNC, "virtual", True, "parallel.async_tensor=true: …, which virtual ones lack; try false"),
+        (ASYNC, "backend", "gloo", "parallel.async_tensor=true: …, but the backend is gloo; try false"),
+        (ASYNC, "virtual", True, "parallel.async_tensor=true: …, which virtual GPUs …; try false"),
         with_setters({**FSDP, "message_buffers": "nccl"}, "backend", "gloo",
-                     "parallel.message_buffers=nccl: …, and the backend is gloo; try caching"),
+                     "parallel.message_buffers=nccl: …, but the backend is gloo; try caching"),
         with_setters({**FSDP, "message_buffers": "symmetric"}, "virtual", True,
-                     "parallel.message_buffers=symmetric: …, which virtual ones lack; try caching, nccl"),
+                     "parallel.message_buffers=symmetric: …, which virtual GPUs …; try caching, nccl"),
         *((options, "offload", "optimizer_and_weights",
-           "offload=optimizer_and_weights: is for sharded weights, …; try parallel=fsdp,hsdp")
+           "offload=optimizer_and_weights: needs sharded weights, …; try parallel=fsdp,hsdp")
           for options in ({}, DDP, PDP, {"context": 2})),
         *((options, "optimizer", value, f"optimizer._target_={name}: … sharded weights …; try adamw, or parallel=ddp")
           for options in (FSDP, {"tensor": "auto"}) for name, value in UNSHARDED.items()),
@@ -208,7 +208,7 @@ def test_other_options_accepted(options, name, value):
 
 def test_older_torch_cannot_split_backward(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.1+cpu"))
-    rule = "needs torch 2.15 or newer, and this is 2.14.1+cpu; try interleaved1f1b, looped_bfs"
+    rule = "needs torch 2.15 or newer (installed: 2.14.1+cpu); try interleaved1f1b, looped_bfs"
     Strategy(**PDP, schedule="looped_bfs")
     assert refused(lambda: Strategy(**PDP, schedule="zbv")) == f"schedule=zbv: {rule}"
 
@@ -217,13 +217,11 @@ def test_older_torch_lacks_setters(monkeypatch):
     for setter in SETTERS.values():
         monkeypatch.delattr(FSDPModule, setter, raising=False)
     Strategy(**FSDP, reduce_scatter_buffers=1)
-    refusal = f"reduce_scatter_buffers=2: needs FSDPModule.…, which torch {torch.__version__} does not have; try 1"
+    refusal = f"reduce_scatter_buffers=2: needs FSDPModule.…, missing from torch {torch.__version__}; try 1"
     assert refused(lambda: Strategy(**FSDP, reduce_scatter_buffers=2)) == Abridged(refusal)
 
 
 def test_torch_without_ring_refuses_it(monkeypatch):
     monkeypatch.setattr(ring, "_NEEDED", ("no_such_function",))
-    refusal = (
-        f"context_method=ring: needs …no_such_function, which torch {torch.__version__} does not have; try ulysses"
-    )
+    refusal = f"context_method=ring: needs …no_such_function, missing from torch {torch.__version__}; try ulysses"
     assert refused(lambda: Strategy(context=2, context_method="ring")) == Abridged(refusal)

@@ -19,7 +19,7 @@ def wanted(**degrees):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "degrees", "found"),
+    ("world_size", "degrees", "derived"),
     [
         (1, {"replicate": "auto"}, Dims()),
         (8, {"replicate": "auto", "shard": "auto"}, Dims(replicate=4, shard=2)),
@@ -31,8 +31,8 @@ def wanted(**degrees):
         (8, {"shard": "auto", "tensor": "auto", "pipeline": "auto"}, Dims(shard=2, tensor=2, pipeline=2)),
     ],
 )
-def test_degrees_that_are_not_given_are_derived(world_size, degrees, found):
-    assert derive(world_size, wanted(**degrees)) == found
+def test_degrees_that_are_not_given_are_derived(world_size, degrees, derived):
+    assert derive(world_size, wanted(**degrees)) == derived
 
 
 def test_degrees_exist_iff_they_multiply_to_ranks():
@@ -60,12 +60,12 @@ def test_degrees_exist_iff_they_multiply_to_ranks():
     ("world_size", "degrees", "message"),
     [
         (4, {"replicate": "auto", "pipeline": 3},
-         "pipeline=3: replicate(auto) x pipeline(3) must be the number of ranks, 4; try 2, 4"),
-        (8, {"replicate": 2, "shard": 3}, "shard=3: replicate(2) x shard(3) = 6 must be …, 8; try 4"),
-        (8, {"replicate": 3, "shard": 4}, "replicate=3: replicate(3) x shard(4) = 12 must be …, 8; try 2"),
-        (8, {"replicate": 3, "shard": 3}, "shard=3: … = 9 must be …, 8; try a number of ranks of 9, or auto for …"),
-        (2, {}, "replicate=1: … are 1, and there are 2 ranks; try 2, auto, or cluster.ranks_per_node=1"),
-        (3, {"replicate": 2, "shard": "auto"}, "replicate=2: replicate(2) x shard(auto) must be …, 3; try 3"),
+         "pipeline=3: replicate(auto) x pipeline(3) must equal the number of ranks, 4; try 2, 4"),
+        (8, {"replicate": 2, "shard": 3}, "shard=3: replicate(2) x shard(3) = 6 must equal …, 8; try 4"),
+        (8, {"replicate": 3, "shard": 4}, "replicate=3: replicate(3) x shard(4) = 12 must equal …, 8; try 2"),
+        (8, {"replicate": 3, "shard": 3}, "shard=3: … = 9 must equal …, 8; try 9 ranks, or auto for …"),
+        (2, {}, "replicate=1: … are 1, but there are 2 ranks; try 2, auto, or cluster.ranks_per_node=1"),
+        (3, {"replicate": 2, "shard": "auto"}, "replicate=2: replicate(2) x shard(auto) must equal …, 3; try 3"),
     ],
 )  # fmt: skip
 def test_refusal_states_the_equation(world_size, degrees, message):
@@ -93,15 +93,15 @@ def test_added_degree_divides_its_share():
     assert dims.copies == 4
 
 
-@pytest.mark.parametrize(("asked", "found"), [(1, 1), (2, 2), (4, 4), ("auto", 4)])
-def test_regrouping_degree_takes_no_ranks(asked, found):
+@pytest.mark.parametrize(("asked", "derived"), [(1, 1), (2, 2), (4, 4), ("auto", 4)])
+def test_regrouping_degree_takes_no_ranks(asked, derived):
     dims = with_two_more(8, replicate=2, shard="auto", tensor=2, expert=asked)
-    assert (dims.expert, dims.shard, dims.world_size, dims.batch) == (found, 2, 8, 4)
+    assert (dims.expert, dims.shard, dims.world_size, dims.batch) == (derived, 2, 8, 4)
 
 
 def test_regrouping_degree_must_divide():
     assert refused(lambda: with_two_more(12, replicate=2, shard=3, tensor=2, expert=4)) == (
-        "expert=4: must divide shard(3) x context(1) x tensor(2) = 6, whose ranks it divides; try 1, 2, 3, 6"
+        "expert=4: must divide shard(3) x context(1) x tensor(2) = 6, the ranks that it regroups; try 1, 2, 3, 6"
     )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from ptdbench.models.foreign import adapt
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel.dims import Dims
-from ptdbench.parallel.footprint import Footprint, footprints
+from ptdbench.parallel.footprint import StateBytes, footprints
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from tests.parallel.made import gpt, on_meta
@@ -25,7 +25,7 @@ def uneven() -> GPT:
 
 def test_an_average_is_another_copy():
     (plain,), (more,) = (footprints(uneven(), ADAMW, average=average) for average in (False, True))
-    assert more == Footprint(plain.weights, plain.gradients, plain.optimizer + plain.weights)
+    assert more == StateBytes(plain.weights, plain.gradients, plain.optimizer + plain.weights)
 
 
 @pytest.mark.parametrize(("in_buckets", "copies"), [(True, 1), (False, 2)])
@@ -56,14 +56,14 @@ def test_optimizer_that_reads_values_is_refused():
         def step(self, closure: Any = None) -> Any:
             return self.param_groups[0]["params"][0].sum().item()
 
-    with pytest.raises(ConfigError, match="optimizer=Reader: the memory of its state is unknown, as it takes no step"):
+    with pytest.raises(ConfigError, match="optimizer=Reader: its memory cannot be predicted, as its step fails"):
         footprints(uneven(), Reader, average=False)
 
 
 def test_trillion_parameters_allocate_nothing():
     model = on_meta(nn.Linear, in_features=10**6, out_features=10**6, bias=False)
     (footprint,) = footprints(model, ADAMW, Strategy(shard=8), Dims(shard=8), average=False)
-    assert footprint == Footprint(5 * 10**11, 5 * 10**11, 10**12 + 4)
+    assert footprint == StateBytes(5 * 10**11, 5 * 10**11, 10**12 + 4)
 
 
 def test_torch_pins_powers_of_two():
@@ -73,4 +73,4 @@ def test_torch_pins_powers_of_two():
         footprints(model, ADAMW, Strategy(shard=2), Dims(shard=2), average=False, pinned=is_pinned)
         for is_pinned in (False, True)
     )
-    assert pinned == Footprint(8 << 20, 8 << 20, plain.optimizer)
+    assert pinned == StateBytes(8 << 20, 8 << 20, plain.optimizer)

@@ -141,7 +141,7 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
     train(loop, 3)
     state = loop.engine.own_state()
     assert any("error" in name for name in state)
-    saver.save(3, state_of(loop).collect(with_buffers=True, own=state), {}, {})
+    saver.save(3, state_of(loop).collect(with_buffers=True, local=state), {}, {})
     losses = [train(loop, 3)]
     saver.wait()
     assert saver.problems == []

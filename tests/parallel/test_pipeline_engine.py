@@ -51,7 +51,7 @@ def gradients_of_a_shared_weight() -> list[Tensor]:
         part.weight = model[0].weight
     tied = [("0.weight", f"{part}.weight") for part in range(1, 5)]
     names = [["0"], ["1"], ["2", "3"], ["4"]]
-    where = stages.Cut(names, [0, 1, 2, 0], names)
+    where = stages.StageSplit(names, [0, 1, 2, 0], names)
     stages.untie(model, tied, where)
     rank = dist.get_rank()
     here = Stage({name: model.get_submodule(name) for number in where.of(rank) for name in names[number]})

@@ -61,7 +61,7 @@ def test_gradients_that_go_back_are_contiguous():
 
 
 def test_a_cut_says_which_rank_has_what():
-    where = stages.cut(untied(), [0, 1, 0])
+    where = stages.split_stages(untied(), [0, 1, 0])
     assert [name for stage in where.stages for name in stage] == list(untied().parts())
     assert (where.of(0), where.of(1)) == ([0, 2], [1])
     assert where.owner("embedding.token.weight") == 0
@@ -69,16 +69,16 @@ def test_a_cut_says_which_rank_has_what():
 
 
 def test_unrepeated_modules_of_stages():
-    assert stages.unrepeated(untied(), stages.cut(untied(), [0, 1])) == [["embedding"], ["head"]]
+    assert stages.unrepeated(untied(), stages.split_stages(untied(), [0, 1])) == [["embedding"], ["head"]]
     model = ResNet(depth=18, classes=10)
-    unrepeated = stages.unrepeated(model, stages.cut(model, [0, 1, 2]))
+    unrepeated = stages.unrepeated(model, stages.split_stages(model, [0, 1, 2]))
     assert unrepeated == [["conv1", "bn1"], [], ["fc"]]
 
 
 @pytest.mark.parametrize(
     ("costs", "ranks", "said"),
     [
-        ([97, 3], [0, 1], "stage 0 of 2 with 97% of the FLOPs, as the model can only be cut before 1: at most 1.03"),
+        ([97, 3], [0, 1], "stage 0 of 2 with 97% of the FLOPs, as the model can only be split before 1: at most 1.03"),
         ([0, 10, 0, 0, 90], [0, 1], "stage 1 of 2 with 90% of the FLOPs, as 4 alone has 90%: at most 1.11"),
         ([5, 70, 5, 6, 6, 8], [0, 1, 0, 1], "stages 1, 3 of 4 with 84% of the FLOPs, as 1 alone has 70%: at most 1.19"),
         ([75, 25], [0, 1], None),  # 1.33 times: a third of the way from one to two
@@ -91,7 +91,7 @@ def test_imbalance_is_reported(costs, ranks, said):
     model: Any = SimpleNamespace(
         parts=lambda: parts, layers=list, train_flops=lambda: {str(number): cost for number, cost in enumerate(costs)}
     )
-    remark = stages.imbalance(model, stages.cut(model, ranks))
+    remark = stages.imbalance(model, stages.split_stages(model, ranks))
     assert remark == (said and f"{said} times as fast as one rank")
 
 
@@ -100,7 +100,7 @@ def test_the_stages_of_our_models_are_even(name, sizes):
     """By FLOPs, though one stage of two has 94 % of the weights of ResNet-18."""
     with torch.device("meta"):
         model = choices.build(read(f"model={name}"), "model")
-    assert [stages.imbalance(model, stages.cut(model, range(size))) for size in sizes] == [None] * len(sizes)
+    assert [stages.imbalance(model, stages.split_stages(model, range(size))) for size in sizes] == [None] * len(sizes)
 
 
 def slowest(costs: list[float], cuts: list[range]) -> float:
@@ -137,11 +137,11 @@ def test_stages_have_weights_if_possible():
     with torch.device("meta"):
         model = ResNet(depth=50, classes=10)
     parts = model.parts()
-    for names in stages.cut(model, range(15)).stages:
+    for names in stages.split_stages(model, range(15)).stages:
         assert any(True for name in names for _ in parts[name].parameters())
 
 
 @pytest.mark.parametrize("stages", [0, 4])
 def test_more_stages_than_parts_cannot_be(stages):
-    with pytest.raises(ValueError, match=f"{stages} stages cannot be made of 3 parts"):
+    with pytest.raises(ValueError, match=f"cannot split 3 parts into {stages} stages"):
         balance([1, 1, 1], stages)

@@ -16,5 +16,5 @@ def test_kind_alone_is_a_role():
 
 def test_invalid_roles_are_refused():
     first, second = refused(roles_of, net({"up": "outputs", "down": "rowwise"})).splitlines()
-    assert first.startswith("roles()['up']=outputs: is not the role of a module; try colwise, rowwise, vocabulary")
-    assert second == "roles()['down']=rowwise: is the role of a module that the model does not have"
+    assert first.startswith("roles()['up']=outputs: is not a role; try colwise, rowwise, vocabulary")
+    assert second == "roles()['down']=rowwise: the model has no module of this name"

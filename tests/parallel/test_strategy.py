@@ -312,33 +312,33 @@ def one_block_twice() -> nn.Module:
         ({"tensor": 8}, gpt, "tensor=8: must divide the 4 heads of the model; try 2, 4"),
         ({"tensor": 8, "sequence": True, "context": 2}, gpt, "tensor=8: times 2 … the 8 positions …; try 2, 4"),
         ({"context": 3}, gpt, "context=3: must divide the 8 positions of the model; try 2"),
-        ({"context": 8, "context_method": "ring"}, gpt, "context=8: times 2 … the 8 positions … two pieces; try 2, 4"),
+        ({"context": 8, "context_method": "ring"}, gpt, "context=8: times 2 … 8 positions …, … per rank; try 2, 4"),
         ({"context": 4, "tensor": 2}, gpt, "context=4: times 2 must divide the 4 heads …; try 2"),
-        ({"context": 2, "context_method": "ring"}, not_causal, "context_method=ring: … is_causal …; try ulysses"),
-        ({"tensor": 2, "sequence": True}, lambda: on_meta(Toy), "sequence=true: … where its stream …; try false"),
+        ({"context": 2, "context_method": "ring"}, not_causal, "context_method=ring: … is_causal; try ulysses"),
+        ({"tensor": 2, "sequence": True}, lambda: on_meta(Toy), "sequence=true: … scatter…; try false"),
         *(({degree: 2}, lambda: untold_by(nn.Linear(2, 2), 2),
            f"{degree}=2: needs a model whose roles() name …try 1, or parallel=ddp,fsdp")
           for degree in ("tensor", "context")),
-        ({"pipeline": 8}, gpt, "pipeline=8: … the model's layers, 4; try 2, 4"),
-        ({"pipeline": 5}, gpt, "pipeline=5: … layers, 4; try another cluster.ranks_per_node, or parallel=ddp"),
+        ({"pipeline": 8}, gpt, "pipeline=8: … the model's 4 layers; try 2, 4"),
+        ({"pipeline": 5}, gpt, "pipeline=5: … 4 layers; try another cluster.ranks_per_node, or parallel=ddp"),
         ({"pipeline": 4, "schedule": "interleaved1f1b"}, gpt, "pipeline=4: pipeline(4) x stages_per_rank(2) = 8 stages "
-         "must not exceed the number of the model's layers, 4; try 2, or parallel.schedule=1f1b"),
+         "must not exceed the model's 4 layers; try 2, or parallel.schedule=1f1b"),
         ({"pipeline": 2, "schedule": "looped_bfs", "stages_per_rank": 3}, gpt,
-         "pipeline=2: pipeline(2) x stages_per_rank(3) = 6 stages … layers, 4; try parallel.schedule=1f1b"),
-        *(({"pipeline": 2}, lambda dtype=dtype: untold_by(nn.Linear(2, 2, dtype=dtype), 2), "pipeline=2: … no parts(), "
-           f"and no list of blocks of one class …, and has a weight, weight, outside …; try parallel=ddp{more}")
+         "pipeline=2: pipeline(2) x stages_per_rank(3) = 6 stages … 4 layers; try parallel.schedule=1f1b"),
+        *(({"pipeline": 2}, lambda dtype=dtype: untold_by(nn.Linear(2, 2, dtype=dtype), 2), "pipeline=2: … no parts() "
+           f"and no list of blocks of one class, and Linear itself owns weight and bias; …, or try parallel=ddp{more}")
           for dtype, more in ((torch.float32, ", parallel=fsdp"), (torch.complex64, ""))),
         ({"pipeline": 2}, with_frozen_trunk, "pipeline=2: stage 0 …; try parallel=fsdp, or fewer stages"),
         ({"shard": 2}, with_equal_layers,
-         "shard=2: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are one weight, …; try parallel=ddp"),
+         "shard=2: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are the same weight, …; try parallel=ddp"),
         ({"shard": 2, "sync_batchnorm": True}, gpt, "sync_batchnorm=true: … without torch's batch norms; try false"),
         *(({"shard": 2}, lambda gate=gate: with_gate(gate), f"shard=2: blocks.1.gate {rule}; try parallel=ddp")
           for gate, rule in (
-              (torch.ones(()), "has no dimension to shard, …: torch.ones(1)"),
+              (torch.ones(()), "is a scalar, …"),
               (torch.ones(2, dtype=torch.complex64), "is complex, …"),
               (torch.ones(2, 3).t(), "is not contiguous, …: nn.Parameter(weight.contiguous())"))),
         ({"pipeline": 2}, lambda: untold_by(one_block_twice(), 2), "pipeline=2: module.layers.0.0.weight and "
-         "module.layers.1.0.weight are one weight, …; register it under one name, or try parallel=ddp"),
+         "module.layers.1.0.weight are the same weight, …; register it under one name, or try parallel=ddp"),
     ],
 )  # fmt: skip
 def test_models_refused(options, build, message):
@@ -350,7 +350,7 @@ def test_models_refused(options, build, message):
 @pytest.mark.parametrize(
     ("method", "fits", "not_so", "rule"),
     [("ulysses", 50, 51, "must divide the 51 positions of a sample"),
-     ("ring", 48, 50, "times 2 must divide the 50 positions of a sample, of which each rank has two pieces")],
+     ("ring", 48, 50, "times 2 must divide the 50 positions of a sample, two pieces per rank")],
 )  # fmt: skip
 def test_context_divides_short_samples(method, fits, not_so, rule):
     strategy = Strategy(context=2, context_method=method)
@@ -362,6 +362,6 @@ def test_context_divides_short_samples(method, fits, not_so, rule):
 
 def test_context_needs_positions_of_targets():
     strategy, samples = Strategy(context=2), (torch.zeros(1, 8), torch.zeros(1))
-    refusal = "context=2: … by the same positions, … of shapes [1, 8] and [1]; try 1, or parallel=ddp,fsdp"
+    refusal = "context=2: … by position, … [1, 8] and [1]; try 1, or parallel=ddp,fsdp"
     assert refused(strategy.check_sample, *samples, layout_of(strategy, 2, 16)) == Abridged(refusal)
     Strategy(shard=2).check_sample(*samples, layout_of(Strategy(shard=2), 2, 16))

@@ -142,7 +142,7 @@ def test_compiled_blocks_share_a_graph_with_wide_gradients():
     compile_each(*module)
     Copies(module, list(module), torch.bfloat16)
     x = torch.arange(2 * ROWS).view(ROWS, 2).bfloat16().requires_grad_()
-    (found := module(x)).backward(torch.ones_like(found))
+    (outputs := module(x)).backward(torch.ones_like(outputs))
     assert counter.frame_count == 1
     assert {weight.grad.dtype for weight in named.values()} == {torch.float32}
     vectors = [weight.grad for weight in named.values() if weight.dim() == 1]

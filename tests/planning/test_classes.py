@@ -34,9 +34,9 @@ EVEN = ("model=llama_tiny", "virtual=h100", "data=synthetic_tokens", "train.glob
 )
 def test_one_rank_of_each_class(words: str, expected: dict[int, int]) -> None:
     training = run_spec.specify(read(*EVEN, *words.split()), None).training
-    found = classes(training)
-    assert found == expected
-    assert sum(found.values()) == training.layout.dims.world_size
+    represented = classes(training)
+    assert represented == expected
+    assert sum(represented.values()) == training.layout.dims.world_size
 
 
 def record(ranks: list[int], messages: dict[str, Messages], weights: list[int], seconds: list[float] | None) -> Record:
@@ -55,16 +55,16 @@ def record(ranks: list[int], messages: dict[str, Messages], weights: list[int], 
 def test_lists_go_on_and_each_rank_counts_for_those_that_it_stands_for() -> None:
     send = {"send": Messages(3.0, 30.0, 40.0)}
     records = [record([0, 1], send, [5, 6], [0.1, 0.1]), record([2], send | {"recv": Messages(1.0)}, [7], [0.2])]
-    found = merged(records, {0: 1, 1: 1, 2: 6})
-    account, memory = found.virtual, found.memory
+    combined = merged(records, {0: 1, 1: 1, 2: 6})
+    account, memory = combined.virtual, combined.memory
     assert (account.ranks, account.reserved_bytes) == ([0, 1, 2], [0, 10, 20])
     assert (account.host_seconds, account.kernels) == ([0.1, 0.1, 0.2], {"product": [0, 1, 2]})
     assert account.messages == {"send": Messages(3.0, 30.0, 40.0), "recv": Messages(6 / 8)}
     assert (memory.ranks["weights"], memory.moments, memory.pass_seconds) == ([5, 6, 7], ["forward"] * 3, 2.0)
-    assert (found.metrics.peak_memory_bytes, found.metrics.peak_reserved_bytes) == (2, 4)
+    assert (combined.metrics.peak_memory_bytes, combined.metrics.peak_reserved_bytes) == (2, 4)
 
 
 def test_what_no_rank_has_looked_at_stays_unknown() -> None:
     """A try of a plan takes no step to look at the host."""
-    found = merged([record([rank], {}, [5], None) for rank in (0, 1)], {0: 1, 1: 1}).virtual
-    assert (found.ranks, found.host_seconds) == ([0, 1], None)
+    combined = merged([record([rank], {}, [5], None) for rank in (0, 1)], {0: 1, 1: 1}).virtual
+    assert (combined.ranks, combined.host_seconds) == ([0, 1], None)

@@ -13,20 +13,20 @@ def training(*words: str) -> TrainingSpec:
 
 
 def test_micro_batches_divide_a_replicas_share() -> None:
-    found = layouts(training("parallel=fsdp", "train.global_batch=24"))
-    assert {size: layout.accumulation for size, layout in found.items()} == {1: 12, 2: 6, 3: 4, 4: 3, 6: 2, 12: 1}
+    possible = layouts(training("parallel=fsdp", "train.global_batch=24"))
+    assert {size: layout.accumulation for size, layout in possible.items()} == {1: 12, 2: 6, 3: 4, 4: 3, 6: 2, 12: 1}
 
 
 def test_a_pipeline_has_as_many_as_it_has_stages() -> None:
-    found = layouts(training("parallel=pdp", "train.global_batch=12"))
-    assert {size: layout.microbatches for size, layout in found.items()} == {1: 12, 2: 6, 3: 4, 4: 3, 6: 2}
+    possible = layouts(training("parallel=pdp", "train.global_batch=12"))
+    assert {size: layout.microbatches for size, layout in possible.items()} == {1: 12, 2: 6, 3: 4, 4: 3, 6: 2}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_batch_that_is_free_grows_with_the_micro_batch(schedule: str) -> None:
     """With as many micro-batches as ranks, also of a schedule that could run one, and would hold one."""
-    found = layouts(training("parallel=pdp", f"parallel.schedule={schedule}"), is_free=True)
-    assert [found[size].global_batch for size in (1, 4)] == [2, 8]
+    possible = layouts(training("parallel=pdp", f"parallel.schedule={schedule}"), is_free=True)
+    assert [possible[size].global_batch for size in (1, 4)] == [2, 8]
 
 
 def test_what_the_schedule_cannot_run_is_left_out() -> None:

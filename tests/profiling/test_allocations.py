@@ -36,27 +36,27 @@ def by_kind(at: Usage) -> dict[str, int]:
     return {kind: size for kind, size in at.bytes.items() if size}
 
 
-def peak(found: list[Usage]) -> Usage:
-    return max(found, key=lambda at: at.total)
+def peak(usages: list[Usage]) -> Usage:
+    return max(usages, key=lambda at: at.total)
 
 
-def at_peak(found: list[Usage]) -> dict[str, int]:
-    return by_kind(peak(found))
+def at_peak(usages: list[Usage]) -> dict[str, int]:
+    return by_kind(peak(usages))
 
 
 def test_peak_has_the_most_memory_of_all_kinds():
     blocks = [change(110, 1, 50), change(120, 2, 70), change(130, 1, -50), change(150, 2, -70)]
-    found = used(*blocks, change(140, 3, 40, BACKWARD), known={9: ("weights", 1000), 8: ("optimizer", 2000)})
-    assert at_peak(found) == {"weights": 1000, "optimizer": 2000, "activations": 120}
-    assert peak(found)[:2] == (120, "forward")
-    assert [at.total - 3000 for at in found] == [0, 50, 120, 70, 110, 40]
-    assert found[0].time == BEGIN
-    assert list(found[0].bytes) == list(KINDS)
+    usages = used(*blocks, change(140, 3, 40, BACKWARD), known={9: ("weights", 1000), 8: ("optimizer", 2000)})
+    assert at_peak(usages) == {"weights": 1000, "optimizer": 2000, "activations": 120}
+    assert peak(usages)[:2] == (120, "forward")
+    assert [at.total - 3000 for at in usages] == [0, 50, 120, 70, 110, 40]
+    assert usages[0].time == BEGIN
+    assert list(usages[0].bytes) == list(KINDS)
 
 
 def test_earlier_block_counts_until_it_is_freed():
-    found = used(change(50, 1, 30), change(60, 2, 10), change(70, 2, -10), change(210, 1, -30))
-    assert [at.total for at in found] == [30, 0]
+    usages = used(change(50, 1, 30), change(60, 2, 10), change(70, 2, -10), change(210, 1, -30))
+    assert [at.total for at in usages] == [30, 0]
 
 
 def test_later_blocks_do_not_count_and_state_always_does():
@@ -67,14 +67,14 @@ def test_later_blocks_do_not_count_and_state_always_does():
 def test_gradient_is_known_by_its_address():
     """Another block may have had that address before."""
     blocks = [change(110, 1, 500), change(120, 1, -500), change(130, 1, 80, BACKWARD)]
-    found = used(*blocks, known={1: ("gradients", 80)})
-    assert (at_peak(found), by_kind(found[-1])) == ({"activations": 500}, {"gradients": 80})
+    usages = used(*blocks, known={1: ("gradients", 80)})
+    assert (at_peak(usages), by_kind(usages[-1])) == ({"activations": 500}, {"gradients": 80})
 
 
 def test_sent_blocks_and_those_of_fsdp_are_communication():
     sent = [SentBlock(125, 2, 7), SentBlock(126, 3, 11), SentBlock(127, 3, 9), SentBlock(128, 4, 1000)]
-    found = used(change(110, 1, 5, FSDP), change(120, 2, 7), sent=sent, known={4: ("weights", 1000)})
-    assert at_peak(found) == {"weights": 1000, "communication": 5 + 7 + 11}
+    usages = used(change(110, 1, 5, FSDP), change(120, 2, 7), sent=sent, known={4: ("weights", 1000)})
+    assert at_peak(usages) == {"weights": 1000, "communication": 5 + 7 + 11}
 
 
 def test_block_that_fsdp_frees_when_reduced_is_a_gradient():
@@ -87,8 +87,8 @@ def test_unseen_free_precedes_reuse_of_the_address():
 
 
 def test_uncounted_memory_is_other():
-    found = used(change(110, 1, 50, allocated=1450), all_counted=True, known={9: ("weights", 1000)})
-    assert at_peak(found) == {"weights": 1000, "activations": 50, "other": 400}
+    usages = used(change(110, 1, 50, allocated=1450), all_counted=True, known={9: ("weights", 1000)})
+    assert at_peak(usages) == {"weights": 1000, "activations": 50, "other": 400}
 
 
 class Doubled(torch.autograd.Function):
@@ -125,14 +125,14 @@ def test_real_allocations_have_their_part_of_the_step():
                     held = torch.empty(200)
                 del batch, held
                 weight.grad = None
-    found = allocations.usage(allocations.read(taken, "cpu"), known)
-    assert peak(found).moment == "backward"
-    by_purpose = at_peak(found)
+    recording = allocations.usage(allocations.read(taken, "cpu"), known)
+    assert peak(recording).moment == "backward"
+    by_purpose = at_peak(recording)
     assert by_purpose["weights"] == 400
     assert by_purpose["other"] == 1200  # the batch
     # The kept block, the one in the backward pass, and gradients of 100 numbers: of the result, and what torch makes.
     assert 24000 + 400 <= by_purpose["activations"] <= 24000 + 3 * 400
-    in_update = [by_kind(at) for at in found if at.moment == "optimizer"]
+    in_update = [by_kind(at) for at in recording if at.moment == "optimizer"]
     assert max(amounts["other"] for amounts in in_update) == 1200 + 800
     assert {amounts["gradients"] for amounts in in_update} == {400}
 
@@ -154,7 +154,7 @@ def test_real_allocations_have_their_part_of_the_step():
     ],
 )
 def test_surroundings_follow_from_enclosing_names(names, place):
-    found = Surroundings()
+    surroundings = Surroundings()
     for name in names:
-        found = allocations._inside(name, found)
-    assert (found.moment, found.kind) == place
+        surroundings = allocations._inside(name, surroundings)
+    assert (surroundings.moment, surroundings.kind) == place

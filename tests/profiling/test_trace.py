@@ -2,7 +2,7 @@ import pytest
 
 from ptdbench.profiling import events as of_traces
 from ptdbench.profiling import trace
-from ptdbench.profiling.events import Call
+from ptdbench.profiling.events import CommCall
 from tests.profiling.made_trace import called, event, kernel, label, launched, milliseconds, sent, step, write
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
@@ -23,7 +23,7 @@ def reduced(end, begin=3.0, elements=1000):
     ]  # fmt: skip
 
 
-def times(call: Call) -> tuple[float, float]:
+def times(call: CommCall) -> tuple[float, float]:
     return milliseconds([(call.start, call.end)])[0]
 
 
@@ -33,26 +33,26 @@ def phases(found: trace.Trace) -> dict[str, list[tuple[float, float]]]:
 
 def test_step_alone_has_its_phases(read):
     events = [*step(0, 1, 11, 13), event("aten::mm", 2, 5), event(BACKWARD, 6, 8), event("aten::mm", 6, 7)]
-    found = read(*events, event(BACKWARD, 8.5, 10))
-    assert milliseconds(found.steps) == [(0, 13)]
+    recording = read(*events, event(BACKWARD, 8.5, 10))
+    assert milliseconds(recording.steps) == [(0, 13)]
     expected = {"data": [(0, 1)], "forward": [(1, 6), (10, 11)], "backward": [(6, 10)], "optimizer": [(11, 13)]}
-    assert phases(found) == expected
-    assert (found.waits, found.calls) == ([], [])
+    assert phases(recording) == expected
+    assert (recording.waits, recording.calls) == ([], [])
 
 
 def test_each_micro_batch_has_its_backward_pass(read):
     passes = [(1, 2, 3), (4, 5, 6)]
     events = [one for a, b, c in passes for one in (event("aten::mm", a, b), event(BACKWARD, b, c))]
-    found = read(*step(0, 1, 6, 6.5), *events)
-    assert phases(found)["backward"] == [(2, 3), (5, 6)]
-    assert phases(found)["forward"] == [(1, 2), (3, 5)]
+    recording = read(*step(0, 1, 6, 6.5), *events)
+    assert phases(recording)["backward"] == [(2, 3), (5, 6)]
+    assert phases(recording)["forward"] == [(1, 2), (3, 5)]
 
 
 def test_ddp_waits_in_cpp_for_the_last_all_reduce(read):
-    found = read(*step(0, 1, 8, 9), event(BACKWARD, 1, 4), *reduced(7), event("aten::add_", 7.5, 8))
-    assert milliseconds(found.waits) == [(3, 3.5), (4, 7)]
-    assert phases(found)["backward"] == [(1, 3), (3.5, 4)]
-    (call,) = found.calls
+    recording = read(*step(0, 1, 8, 9), event(BACKWARD, 1, 4), *reduced(7), event("aten::add_", 7.5, 8))
+    assert milliseconds(recording.waits) == [(3, 3.5), (4, 7)]
+    assert phases(recording)["backward"] == [(1, 3), (3.5, 4)]
+    (call,) = recording.calls
     assert (call.operation, call.bytes, call.within[:1]) == ("all_reduce", 4000, ("ProfilerStep#3",))
     assert times(call) == (3, 7)
 
@@ -62,13 +62,13 @@ def test_waiting_thread_may_continue_before_the_recorded_end(read):
     last = [event(BACKWARD, 1, 4), *reduced(7.6), event("aten::add_", 7.5, 8)]
     assert milliseconds(read(*step(0, 1, 8, 9), *last).waits) == [(3, 3.5), (4, 7.5)]
     last[2] = {**last[2], "tid": 98}
-    found = read(*step(0, 1, 8, 9), *reduced(5, begin=2.0, elements=500), *last)
-    assert milliseconds(found.waits) == [(2, 2.5), (3, 3.5), (4, 7.5)]
+    recording = read(*step(0, 1, 8, 9), *reduced(5, begin=2.0, elements=500), *last)
+    assert milliseconds(recording.waits) == [(2, 2.5), (3, 3.5), (4, 7.5)]
 
 
 def test_pause_without_communication_is_no_wait(read):
-    found = read(*step(0, 1, 8, 9), *reduced(3, begin=1.0), event(BACKWARD, 2, 4), event("aten::add_", 7.5, 8))
-    assert milliseconds(found.waits) == [(1, 1.5)]
+    recording = read(*step(0, 1, 8, 9), *reduced(3, begin=1.0), event(BACKWARD, 2, 4), event("aten::add_", 7.5, 8))
+    assert milliseconds(recording.waits) == [(1, 1.5)]
 
 
 def test_labeled_waits_know_their_caller(read):
@@ -79,9 +79,9 @@ def test_labeled_waits_know_their_caller(read):
         label(trace.WAITING, 2, 3.1),
         event("aten::mm", 4, 5),
     ]
-    found = read(*step(0, 1, 8, 9), *events)
-    assert milliseconds(found.waits) == [(1.2, 1.4), (2, 3.1)]
-    (call,) = found.calls
+    recording = read(*step(0, 1, 8, 9), *events)
+    assert milliseconds(recording.waits) == [(1.2, 1.4), (2, 3.1)]
+    (call,) = recording.calls
     assert (call.operation, call.bytes) == ("all_gather", 128)
     assert "FSDP::all_gather (0)" in call.within
 
@@ -97,15 +97,15 @@ def test_gloo_all_reduce_of_a_reduce_scatter_has_that_name(read):
 
 def test_operations_of_one_size_have_their_own_messages(read):
     started = [called("allreduce_", 1, 1.5, [4]), called("allreduce_", 2, 2.5, [4])]
-    found = read(*step(0, 1, 8, 9), *started, sent("all_reduce", 2.6, 3, [4]), sent("all_reduce", 3, 4, [4]))
-    assert [times(call) for call in found.calls] == [(1, 3), (2, 4)]
+    recording = read(*step(0, 1, 8, 9), *started, sent("all_reduce", 2.6, 3, [4]), sent("all_reduce", 3, 4, [4]))
+    assert [times(call) for call in recording.calls] == [(1, 3), (2, 4)]
 
 
 def test_waits_outside_steps_do_not_count(read):
     events = [label(trace.WAITING, 0, 12), called("allreduce_", 1, 2, [4]), sent("all_reduce", 1, 3, [4])]
-    found = read(*step(10, 11, 18, 19), *events)
-    assert milliseconds(found.waits) == [(10, 12)]
-    assert len(found.calls) == 1
+    recording = read(*step(10, 11, 18, 19), *events)
+    assert milliseconds(recording.waits) == [(10, 12)]
+    assert len(recording.calls) == 1
 
 
 def test_kernels_belong_to_the_phase_that_launched_them(read):
@@ -119,13 +119,13 @@ def test_kernels_belong_to_the_phase_that_launched_them(read):
         kernel("gemm", 2, 4, 1), kernel("gemm", 6, 7, 2), kernel("reduce", 7, 8, 5), kernel("adam", 8.5, 9, 3),
         kernel("ncclDevKernel_AllGather_RING_LL(...)", 3, 5, 4, **collective),
     ]  # fmt: skip
-    found = read(*step(0, 1, 3, 10), *events, device="cuda")
-    assert phases(found) == {
+    recording = read(*step(0, 1, 3, 10), *events, device="cuda")
+    assert phases(recording) == {
         "data": [(0, 1)], "forward": [(2, 4)], "backward": [(6, 8)], "optimizer": [(8.5, 9)],
         "host": [(1, 2), (5, 6), (8, 8.5)],
     }  # fmt: skip
-    assert milliseconds(found.waits) == [(4, 5)]
-    (call,) = found.calls
+    assert milliseconds(recording.waits) == [(4, 5)]
+    (call,) = recording.calls
     assert (call.operation, call.bytes, call.ranks) == ("all_gather", 20, (0, 1))
 
 
@@ -136,8 +136,8 @@ def test_copy_beside_kernels_takes_no_time_from_them(read):
         event(BACKWARD, 2, 2.5, thread=8), kernel("gemm", 2, 3, 1),
         event("Memcpy DtoH", 2.5, 6.5, "gpu_memcpy", 5, correlation=2), kernel("gemm", 3.5, 6, 3),
     ]  # fmt: skip
-    found = phases(read(*step(0, 1, 8, 9), *happened, device="cuda"))
-    assert (found["forward"], found["backward"]) == ([(2, 3.5), (6, 6.5)], [(3.5, 6)])
+    split = phases(read(*step(0, 1, 8, 9), *happened, device="cuda"))
+    assert (split["forward"], split["backward"]) == ([(2, 3.5), (6, 6.5)], [(3.5, 6)])
 
 
 def test_coalesced_nccl_messages_are_separate_calls(read):
@@ -157,8 +157,8 @@ def test_coalesced_nccl_messages_are_separate_calls(read):
         label("nccl:coalesced", 2.4, 2.8), launched(2.5, 2), kernel(SENDS, 4, 6, 2),
     ]  # fmt: skip
     calls = read(*step(0, 1, 8, 10), *happened, device="cuda").calls
-    found = [(call.operation, call.bytes, call.peer, times(call)) for call in calls]
-    assert found == [("send", 3, 1, (2, 3)), ("send", 24, 2, (4, 6)), ("recv", 24, 0, (4, 6))]
+    messages = [(call.operation, call.bytes, call.peer, times(call)) for call in calls]
+    assert messages == [("send", 3, 1, (2, 3)), ("send", 24, 2, (4, 6)), ("recv", 24, 0, (4, 6))]
 
 
 def test_messages_of_torch_2_15_have_peers_of_their_requests(read):
@@ -185,8 +185,8 @@ def test_messages_of_torch_2_15_have_peers_of_their_requests(read):
         launched(2.5, 2), carries(4, 6, 2, "batch_op_issue"),
     ]  # fmt: skip
     calls = read(*step(0, 1, 8, 10), *happened, device="cuda").calls
-    found = [(call.operation, call.bytes, call.peer, times(call)) for call in calls]
-    assert found == [("send", 12, 1, (2, 3)), ("send", 24, 2, (4, 6)), ("recv", 16, 0, (4, 6))]
+    messages = [(call.operation, call.bytes, call.peer, times(call)) for call in calls]
+    assert messages == [("send", 12, 1, (2, 3)), ("send", 24, 2, (4, 6)), ("recv", 16, 0, (4, 6))]
     assert {(call.ranks, call.group) for call in calls} == {(None, "be10")}
 
 
@@ -236,8 +236,8 @@ def test_all_gathers_by_kernels_are_not_by_copy_engines(read):
     alone = event("record_param_comms", 1, 2, **GATHER | {"Group size": 1})
     sizes = {"In msg nelems": 10, "Out msg nelems": 20, "dtype": "Float"}
     kernel = event("ncclDevKernel_AllGather_RING_LL", 4, 5, "kernel", 7, **GATHER, **sizes)
-    for events, found in (([alone, *COPIED[1:]], []), ([*COPIED, kernel], ["all_gather"])):
-        assert [call.operation for call in read(*step(0, 1, 6, 10), *events, device="cuda").calls] == found
+    for events, operations in (([alone, *COPIED[1:]], []), ([*COPIED, kernel], ["all_gather"])):
+        assert [call.operation for call in read(*step(0, 1, 6, 10), *events, device="cuda").calls] == operations
 
 
 @pytest.mark.parametrize(
@@ -245,9 +245,9 @@ def test_all_gathers_by_kernels_are_not_by_copy_engines(read):
     [
         ([*step(0, 1, 3, 10), *ON_GPU], "cuda", "does not show when a GPU waits for gloo; try backend=nccl"),
         ([*step(0, 1, 3, 10), *COPIED], "cuda", "all-gathers by copy engines look like other copies"),
-        ([*step(0, 1, 3, 10), WRONG], "cuda", "is no trace of torch's profiler"),  # a field of another form
-        ([event("aten::mm", 0, 1)], "cpu", "holds no profiled step"),
-        (step(0, 1, 3, 10), "cuda", "the profiler could not watch the GPU"),
+        ([*step(0, 1, 3, 10), WRONG], "cuda", "is not a trace of torch's profiler"),  # a field of another form
+        ([event("aten::mm", 0, 1)], "cpu", "has no profiled step"),
+        (step(0, 1, 3, 10), "cuda", "the profiler could not trace the GPU"),
     ],
 )
 def test_trace_without_phases_is_refused(read, events, device, message):
@@ -257,7 +257,7 @@ def test_trace_without_phases_is_refused(read, events, device, message):
 
 def test_large_trace_is_refused(read, monkeypatch):
     monkeypatch.setattr(of_traces, "MOST_BYTES", 100)
-    with pytest.raises(ValueError, match=r"at most 100 are read; try profile\.steps=1"):
+    with pytest.raises(ValueError, match=r"more than the 100 that are read; try profile\.steps=1"):
         read(*step(0, 1, 3, 10))
 
 
@@ -265,7 +265,7 @@ def test_large_trace_is_refused(read, monkeypatch):
 def test_damaged_trace_is_refused(tmp_path, text):
     path = tmp_path / "t.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"t\.json is no trace of torch's profiler"):
+    with pytest.raises(ValueError, match=r"t\.json is not a trace of torch's profiler"):
         trace.read(path)
 
 
@@ -279,5 +279,5 @@ def test_kernels_count_in_the_step_of_their_launch(tmp_path):
 
 def test_trace_without_kernels_is_refused(tmp_path):
     path = write(tmp_path / "trace.json", label("ProfilerStep#5", 1, 2))
-    with pytest.raises(ValueError, match="holds no kernels"):
+    with pytest.raises(ValueError, match="has no kernels"):
         trace.launched_in_steps(path)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.ranking import Place
+from ptdbench.comparison.ranking import Standing
 from ptdbench.profiling.phases import PHASES
 from ptdbench.report.why import against_first, compare, costs_of_imbalance, in_order, remarks, shares
 from tests.refusals import Abridged
@@ -212,7 +212,7 @@ class TestRanks:
 
 def placed(record, number, *faster):
     """An alternative of one run, with its number and those that are known to be faster."""
-    return Place(Alternative([record], {}), number=number, faster=faster)
+    return Standing(Alternative([record], {}), number=number, faster=faster)
 
 
 class TestSweep:

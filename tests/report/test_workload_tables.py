@@ -114,7 +114,7 @@ class TestMatmul:
         assert matmul_tables(convert(matmul(800e12, **ceiling), Matmul), 100).splitlines()[-1] == f"ceiling of {said}"
 
     def test_without_copies_there_is_no_table_of_them_and_what_was_not_kept_is_said(self):
-        found = {**matmul(1e12), "kept": "not kept for later runs: no room"}
+        found = {**matmul(1e12), "kept": "not cached: no room"}
         found["ranks"][0]["copies"] = []
         text = matmul_tables(convert(found, Matmul), 100)
         assert "copies" not in text

@@ -76,7 +76,7 @@ def test_ranks_that_run_already_are_compared_with_all_the_memory(host):
 def test_the_check_can_be_left_out_also_of_an_optimizer_whose_memory_cannot_be_known(host):
     host(total=1, available=0)
     sparse = ("optimizer._target_=torch.optim.SparseAdam", "~optimizer.weight_decay", "~optimizer.fused")
-    assert "; memory_reserve=null starts the run without knowing" in refused(*SMALL, *sparse)
+    assert "; memory_reserve=null skips the memory check" in refused(*SMALL, *sparse)
     assert warning(*SMALL, *sparse, "memory_reserve=null") is None
 
 

@@ -78,11 +78,11 @@ CLASSIFIER = "model=custom model._target_=tests.setup.test_run_spec.Classifier d
 TOLD = {
     "model.heads=3": "must divide width=128; try 1, 2, 4",
     "train.global_batch=17": "must be a multiple of the number of data-parallel replicas, 2; try 16, 18",
-    "parallel=pdp cluster.ranks_per_node=8 parallel.pipeline=8": "… the model's layers, 4; try 2, 4",
+    "parallel=pdp cluster.ranks_per_node=8 parallel.pipeline=8": "… the model's 4 layers; try 2, 4",
     "data.path=/no/such/books": "there is no such file or folder",
-    "offload=optimizer_and_weights": "is for sharded weights, …; try parallel=fsdp,hsdp",
+    "offload=optimizer_and_weights": "needs sharded weights, …; try parallel=fsdp,hsdp",
     "parallel=fsdp parallel.reshard_after_forward=half": "must be true or false or a whole number",
-    "precision=fp16 parallel.gradients=powersgd": "is not for scaled losses: …; try auto, or precision=bf16",
+    "precision=fp16 parallel.gradients=powersgd": "does not work with loss scaling: …; try auto, or precision=bf16",
     "cluster.nodes=2": "this machine is one node; try 1, cluster=slurm, or srun, …",
     "data.sequence_length=${model.length}": "… does not exist; give data.sequence_length a value, or …",
     "data.sequence_length=64": "must be 128, that of model=gpt_tiny, for which …; try model.sequence_length=64",
@@ -94,7 +94,7 @@ TOLD = {
     **{
         f"virtual=h100 {layout} backend=gloo": f"{rule}; try nccl, or device=cpu"
         for layout, rule in (
-            ("parallel=pdp", "cannot send GPU tensors, as the stages of a pipeline do"),
+            ("parallel=pdp", "cannot send GPU tensors, as pipeline stages do"),
             ("workload=p2p", "cannot send GPU tensors"),
             *(
                 (layout, f"has no functional all-gather of GPU tensors, needed by {user}")
@@ -102,9 +102,9 @@ TOLD = {
                     (RING, "ring attention"),
                     ("parallel=tp parallel.sequence=true", "sequence parallelism"),
                     ("parallel=tp model=moe_tiny", "a mixture of experts under tensor parallelism"),
-                    (f"parallel=tp {CLASSIFIER}", "tensor parallelism for logits"),
-                    ("parallel=fsdp optimizer=muon", "the optimizer for updates of sharded matrices"),
-                    ("parallel=tp optimizer=muon", "the optimizer for updates of sharded matrices"),
+                    (f"parallel=tp {CLASSIFIER}", "tensor-parallel logits"),
+                    ("parallel=fsdp optimizer=muon", "the optimizer's updates of sharded matrices"),
+                    ("parallel=tp optimizer=muon", "the optimizer's updates of sharded matrices"),
                 )
             ),
         )
@@ -181,7 +181,7 @@ class TestRefused:
     def test_another_world_than_the_launcher_started_or_the_layout_divides(self):
         told = "cluster.ranks_per_node=3: torchrun started 4 ranks on this node; try auto, 4"
         assert refused("cluster.ranks_per_node=3", world=rank_of(4)) == [told]
-        told = "parallel.pipeline=2: replicate(auto) x pipeline(2) must be the number of ranks, 3; try 3"
+        told = "parallel.pipeline=2: replicate(auto) x pipeline(2) must equal the number of ranks, 3; try 3"
         assert refused("parallel=pdp", "parallel.pipeline=2", world=rank_of(3)) == [told]
 
     def test_data_that_do_not_suit_the_model(self):
@@ -219,7 +219,7 @@ class TestUpdatesOfTheUser:
              f"optimizer._target_={__name__}.Rateless: has parameter groups without lr, …; give every group an lr"),
             (("optimizer.lr=-1",), "optimizer=(its options): cannot be built: Invalid learning rate: -1"),
             (("optimizer._target_=torch.optim.Adafactor", "optimizer.lr=0.1", "parallel=fsdp"),
-             "optimizer._target_=Adafactor: has no step for sharded weights in torch; try adamw, or parallel=ddp"),
+             "optimizer._target_=Adafactor: does not support sharded weights in torch; try adamw, or parallel=ddp"),
             (("optimizer._target_=torch.optim.SGD", "lr_schedule._target_=types.SimpleNamespace"),
              "lr_schedule._target_=types.SimpleNamespace: has no factor(); write it as ptdbench.optim.…"),
         ],
@@ -346,7 +346,7 @@ class TestModelsOfTheUser:
         [
             ("regularized", ["parallel=fsdp"], "parallel.shard=auto: the model uses weights of a layer while"),
             ("regularized", ["parallel=ddp"], None),
-            ("empty", ["parallel=fsdp"], "parallel.shard=2: module.odd is empty, and fully_shard gathers no e"),
+            ("empty", ["parallel=fsdp"], "parallel.shard=2: module.odd is empty, which fully_shard does not "),
             ("empty", ["parallel=ddp"], None),
             ("complex", ["parallel=ddp"], "optimizer.fused=true: module.odd is complex, and fused kernels take"),
             ("complex", ["optimizer.fused=false"], None),

@@ -110,9 +110,9 @@ def test_a_run_does_not_begin_anew_where_it_was_to_begin_with_a_checkpoint(alone
     carried_out(tmp_path, "train.steps=2")
     (tensors,) = tmp_path.glob("checkpoints/*/__0_0.distcp")
     tensors.write_bytes(bytes(tensors.stat().st_size))
-    told = f"resume={tmp_path}: holds no complete checkpoint; omit it to start over"
+    told = f"resume={tmp_path}: has no complete checkpoint; omit it to start over"
     assert refusal_of(carried_out, tmp_path / "next", f"resume={tmp_path}") == told
-    skipped = f"warning: {tensors.parent} is skipped: {tensors.name} does not match its checksum\n"
+    skipped = f"warning: skipping {tensors.parent}: {tensors.name} does not match its checksum\n"
     assert capsys.readouterr().err == skipped
 
 

@@ -67,17 +67,17 @@ class TestPackages:
 
     def test_a_counter_that_starts_again_and_one_that_may_have_twice(self, tmp_path):
         file = zone(tmp_path, "intel-rapl:0", "package-0", 65_532_000_000, full=65_532_610_987)
-        found = metered(Packages("n1", tmp_path), lambda: file.write_text("389013\n"))
-        assert (found.joules, found.reason) == (pytest.approx(1.0), None)
+        counted = metered(Packages("n1", tmp_path), lambda: file.write_text("389013\n"))
+        assert (counted.joules, counted.reason) == (pytest.approx(1.0), None)
         reason = metered(Packages("n1", tmp_path), seconds=40.0).reason
-        assert reason == "a stretch of 40 s is too long for RAPL's counters, which wrap after 65533 J"
+        assert reason == "40 s without a reading are too long for RAPL's counters, which wrap after 65533 J"
 
     def test_a_machine_without_counters(self, tmp_path):
         root = tmp_path / "powercap"
         for prepare in (lambda: None, root.mkdir, lambda: zone(root, "intel-rapl:1", "psys")):  # the platform alone
             prepare()
-            found = metered(Packages("n1", root))
-            assert found == Counted("n1", reason=f"there are no CPU packages in {root} (RAPL)")
+            counted = metered(Packages("n1", root))
+            assert counted == Counted("n1", reason=f"there are no CPU packages in {root} (RAPL)")
 
     def test_counters_that_may_not_be_read(self, tmp_path, monkeypatch):
         file = zone(tmp_path, "intel-rapl:0", "package-0")
@@ -86,7 +86,7 @@ class TestPackages:
             Path, "open", lambda self, *how, **s: (refused if self == file else opened)(self, *how, **s)
         )
         reason = metered(Packages("n1", tmp_path)).reason
-        assert reason == f"permission denied: this user may not read {file}"
+        assert reason == f"permission denied: cannot read {file}"
 
     def test_a_counter_that_breaks_stays_broken(self, tmp_path):
         file = zone(tmp_path, "intel-rapl:0", "package-0")
@@ -94,14 +94,16 @@ class TestPackages:
         metered(counter, lambda: file.write_text("1000000\n"))
         with mock.patch.object(os, "pread", side_effect=OSError(61, "No data available")):
             reason = metered(counter).reason
-        assert reason == "RAPL cannot be read: [Errno 61] No data available"
+        assert reason == "cannot read RAPL: [Errno 61] No data available"
         assert metered(counter).reason == reason
 
     def test_a_stretch_shorter_than_counters_resolve_is_left_out(self, tmp_path):
         file = zone(tmp_path, "intel-rapl:0", "package-0")
         counter = Packages("n1", tmp_path)
-        found = metered(counter, lambda: file.write_text("1000000\n"), seconds=0.09)
-        assert found == Counted("n1", reason="no stretch of steps after the warm-up lasted 0.1 s, the minimum for RAPL")
+        counted = metered(counter, lambda: file.write_text("1000000\n"), seconds=0.09)
+        assert counted == Counted(
+            "n1", reason="no uninterrupted steps after the warm-up lasted 0.1 s, the minimum for RAPL"
+        )
         assert metered(counter, lambda: file.write_text("3000000\n"), seconds=0.1).joules == 2.0
 
 
@@ -158,18 +160,18 @@ class TestGpu:
     def test_a_gpu_without_an_energy_counter_has_clocks(self):
         nvml = made_nvml("nvmlDeviceGetTotalEnergyConsumption")
         gpu = Gpu("n1", "GPU-a", nvml)
-        found = metered(gpu, gpu.look, lambda: self.work(nvml))
-        assert found == Counted("GPU-a of n1", reason="NVML has no energy of this GPU: Not Supported")
+        counted = metered(gpu, gpu.look, lambda: self.work(nvml))
+        assert counted == Counted("GPU-a of n1", reason="NVML reports no energy for this GPU: Not Supported")
         assert gpu.clocks(0).sm_clock_mhz == 1980
         assert gpu.clocks(0).held_back["power limit"] == pytest.approx(0.12)
 
     def test_a_counter_that_goes_backwards_and_a_stretch_shorter_than_counters_resolve_are_no_figure(self):
         nvml = made_nvml()
-        found = metered(Gpu("n1", "GPU-a", nvml), lambda: self.work(nvml, joules=-1))
-        assert found.reason == "NVML's energy counter went backwards: the driver was reloaded"
+        counted = metered(Gpu("n1", "GPU-a", nvml), lambda: self.work(nvml, joules=-1))
+        assert counted.reason == "NVML's energy counter went backwards: the driver was reloaded"
         gpu = Gpu("n1", "GPU-a", nvml)
-        found = metered(gpu, lambda: self.work(nvml), seconds=0.9)
-        assert found.reason == "no stretch of steps after the warm-up lasted 1 s, the minimum for NVML"
+        counted = metered(gpu, lambda: self.work(nvml), seconds=0.9)
+        assert counted.reason == "no uninterrupted steps after the warm-up lasted 1 s, the minimum for NVML"
         assert gpu.clocks(0).held_back is None
 
     def test_a_gpu_that_nvml_does_not_know(self):
@@ -182,15 +184,15 @@ class TestGpu:
 class TestEnergy:
     def test_devices_add_up_and_one_that_two_ranks_share_counts_once(self):
         shared = Counted("GPU-a of n1", 10, 5.0, 1000.0)
-        found = energy("NVML", [shared, shared, Counted("GPU-b of n1", 20, 10.0, 1000.0)], 5, 10)
-        assert found == Energy("NVML", 10, 5.0, 300.0, 150.0, joules_per_sample=30.0, joules_per_token=3.0)
+        total = energy("NVML", [shared, shared, Counted("GPU-b of n1", 20, 10.0, 1000.0)], 5, 10)
+        assert total == Energy("NVML", 10, 5.0, 300.0, 150.0, joules_per_sample=30.0, joules_per_token=3.0)
         assert energy("RAPL", [Counted("n1", 1, 1.0, 8.0)], 4, None).joules_per_token is None
 
     def test_a_part_of_the_devices_is_no_figure_and_a_reason_that_all_share_is_told_once(self):
-        found = energy("RAPL", [Counted("n1", 1, 1.0, 8.0), Counted("n2", reason="permission denied")], 4, None)
-        assert found == Energy(reason="n2: permission denied")
-        found = energy("RAPL", [Counted(name, reason="why") for name in ("n1", "n2")], 4, None)
-        assert found == Energy(reason="why")
+        total = energy("RAPL", [Counted("n1", 1, 1.0, 8.0), Counted("n2", reason="permission denied")], 4, None)
+        assert total == Energy(reason="n2: permission denied")
+        total = energy("RAPL", [Counted(name, reason="why") for name in ("n1", "n2")], 4, None)
+        assert total == Energy(reason="why")
 
 
 def trained(directory: Path, options: DictConfig, root: Path) -> Any:
@@ -220,12 +222,12 @@ def test_steps_count_and_what_interrupts_them_does_not(tmp_path):
     zone(tmp_path, "intel-rapl:0", "package-0", 7_000_000)
     asked = ("train.steps=11", "train.warmup_steps=4", "eval.every=4", "checkpoint.every_steps=5")
     options = composed(*TASK, "parallel=ddp", "profile.steps=0", *asked)
-    found, same = on_ranks(2, trained, tmp_path / "run", options, tmp_path)
-    assert (found.cpu, found.gpu, found.clocks) == (same.cpu, same.gpu, same.clocks)
-    assert (found.cpu.source, found.cpu.steps, found.cpu.reason) == ("RAPL", 11 - 4, None)
-    assert found.cpu.joules_per_step == pytest.approx(2)  # of one machine, which only its first rank reads
-    assert found.cpu.watts == pytest.approx(2 * 7 / found.cpu.seconds)
-    assert (found.gpu.reason, found.clocks) == ("the run used no GPU", [])
+    hardware, same = on_ranks(2, trained, tmp_path / "run", options, tmp_path)
+    assert (hardware.cpu, hardware.gpu, hardware.clocks) == (same.cpu, same.gpu, same.clocks)
+    assert (hardware.cpu.source, hardware.cpu.steps, hardware.cpu.reason) == ("RAPL", 11 - 4, None)
+    assert hardware.cpu.joules_per_step == pytest.approx(2)  # of one machine, which only its first rank reads
+    assert hardware.cpu.watts == pytest.approx(2 * 7 / hardware.cpu.seconds)
+    assert (hardware.gpu.reason, hardware.clocks) == ("the run used no GPU", [])
 
 
 class TestOnAGpu:
@@ -283,14 +285,14 @@ class TestOnAGpu:
         with meter.paused():  # by the save of the last step
             nvml.clock, nvml.reasons = 300, 0x1
         meter.stop()
-        found = meter.finish()
-        gpu, (clocks,) = found.gpu, found.clocks
+        hardware = meter.finish()
+        gpu, (clocks,) = hardware.gpu, hardware.clocks
         assert (gpu.steps, gpu.seconds, gpu.watts, gpu.joules_per_step) == (10, 20.0, 150.0, 300.0)
         assert gpu.joules_per_token == 300.0 / 4 / 5
         assert (clocks.rank, clocks.sm_clock_mhz, clocks.held_back["power limit"]) == (0, 1200, 0.5)
         assert (clocks.sm_clock_least_mhz, clocks.clock_reasons) == (1200, [])  # not those of an idle GPU
-        assert found.cpu.reason == f"there are no CPU packages in {tmp_path} (RAPL)"
-        assert [load.gpu_ranks for load in found.other_load] == [[0]]
+        assert hardware.cpu.reason == f"there are no CPU packages in {tmp_path} (RAPL)"
+        assert [load.gpu_ranks for load in hardware.other_load] == [[0]]
         assert not nvml.is_up
 
     @pytest.mark.parametrize(("machines", "counted"), [("ab", [True, True]), ("aa", [True, False])])

@@ -197,19 +197,22 @@ def test_a_model_is_judged_by_its_own_loss_and_by_an_accuracy_if_it_tells_classe
     options = (f"model._target_={made_task.__name__}.{kind}", "optimizer.lr=0", "train.steps=1", "eval.every=1")
     record = shared_run(*TASK, *options, "parallel=ddp", "eval.micro_batch=10")
     assert record["error"] is None
-    (found,) = record["evaluations"]
+    (evaluation,) = record["evaluations"]
     model = foreign.build(
         {"_target_": f"{made_task.__name__}.{kind}"}, seed=record["config"]["seed"], example=lambda: ()
     )
     inputs, targets = made_task.Kept().samples(0, made_task.HELD_OUT)
     with torch.no_grad():
-        assert found["loss"] == pytest.approx(model(inputs, targets).item(), rel=1e-6)
+        assert evaluation["loss"] == pytest.approx(model(inputs, targets).item(), rel=1e-6)
         if kind in ("Margin", "WithTargets"):
             in_order = model(inputs).argsort(dim=1, descending=True)
             hits = [(in_order[:, :k] == targets[:, None]).any(1).sum().item() for k in (1, 5)]
-            assert (found["top1"], found["top5"]) == (hits[0] / made_task.HELD_OUT, hits[1] / made_task.HELD_OUT)
+            assert (evaluation["top1"], evaluation["top5"]) == (
+                hits[0] / made_task.HELD_OUT,
+                hits[1] / made_task.HELD_OUT,
+            )
         else:
-            assert (found["top1"], found["top5"]) == (None, None)
+            assert (evaluation["top1"], evaluation["top5"]) == (None, None)
 
 
 @pytest.mark.parametrize("held_out", [None, HeldOutPart(0, lambda start, stop: made_task.Kept().samples(start, stop))])

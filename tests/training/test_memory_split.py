@@ -59,10 +59,10 @@ def of_kind(record: dict[str, Any], kind: str) -> list[int]:
 def test_training_state_takes_what_was_foreseen(shared_run, layout):
     record = shared_run(*TINY, *layout)
     assert record["status"] == "ok", record["error"]
-    found = record["memory"]
-    assert list(found["ranks"]) == list(KINDS)
-    assert min(size for sizes in found["ranks"].values() for size in sizes) >= 0
-    assert set(found["moments"]) <= {"forward", "backward"}
+    usage = record["memory"]
+    assert list(usage["ranks"]) == list(KINDS)
+    assert min(size for sizes in usage["ranks"].values() for size in sizes) >= 0
+    assert set(usage["moments"]) <= {"forward", "backward"}
     assert min(of_kind(record, "activations")) > 0
     spec = training(*layout)
     foreseen = [spec.footprints()[spec.layout.dims.stage(rank)] for rank in range(record["world_size"])]
@@ -132,7 +132,7 @@ def test_a_pass_that_cannot_be_read_costs_nothing_else(tmp_path):
     RANKS.call(2, run_unreadable, composed(*TINY, "parallel=pdp", "profile.trace=true"), tmp_path)
     record = record_of(tmp_path)
     assert (record["status"], record["phases"]["reason"]) == ("ok", None)
-    reason = "what the profiler saw cannot be read: AttributeError: no such field"
+    reason = "cannot read the profiler's allocations: AttributeError: no such field"
     assert (record["memory"]["reason"], record["memory"]["ranks"]) == (reason, None)
     passes = {(one.rank, one.stage, one.kind) for one in schedule.read(tmp_path / "trace.json.gz")}
     assert passes == {(rank, rank, kind) for rank in (0, 1) for kind in "FB"}
@@ -140,6 +140,6 @@ def test_a_pass_that_cannot_be_read_costs_nothing_else(tmp_path):
 
 def test_tensors_without_memory_of_their_own_are_those_that_they_consist_of():
     sparse = torch.eye(3).to_sparse()
-    found = list(plain_tensors(sparse))
-    assert [tensor.shape for tensor in found] == [(2, 3), (3,)]
+    tensors = list(plain_tensors(sparse))
+    assert [tensor.shape for tensor in tensors] == [(2, 3), (3,)]
     assert list(plain_tensors(None)) == list(plain_tensors(3)) == []

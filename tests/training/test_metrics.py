@@ -38,21 +38,21 @@ def figures(**changes: Any) -> Metrics:
 
 
 def test_figures_by_hand():
-    found = metrics(MEASURED)
-    assert found.samples_per_second == pytest.approx(4 * 16 / 2.0)
-    assert found.samples_per_second_per_device == pytest.approx(16)
-    assert found.tokens_per_second == pytest.approx(4096)
-    assert found.tokens_per_second_per_device == pytest.approx(2048)
-    assert found.model_flops_per_second == pytest.approx(96e12)
-    assert found.mfu == pytest.approx(48 / 312)  # per device, of an A100's dense bf16 peak
-    assert (found.mfu_reason, found.mfu_of_bf16) == (None, None)
-    assert (found.step_seconds.median, found.step_seconds.mean) == (pytest.approx(0.375), pytest.approx(0.5))
+    results = metrics(MEASURED)
+    assert results.samples_per_second == pytest.approx(4 * 16 / 2.0)
+    assert results.samples_per_second_per_device == pytest.approx(16)
+    assert results.tokens_per_second == pytest.approx(4096)
+    assert results.tokens_per_second_per_device == pytest.approx(2048)
+    assert results.model_flops_per_second == pytest.approx(96e12)
+    assert results.mfu == pytest.approx(48 / 312)  # per device, of an A100's dense bf16 peak
+    assert (results.mfu_reason, results.mfu_of_bf16) == (None, None)
+    assert (results.step_seconds.median, results.step_seconds.mean) == (pytest.approx(0.375), pytest.approx(0.5))
 
 
 def test_causal_attention_by_half_has_an_mfu_of_its_own():
-    found = figures(masked_flops_per_sample=1e12)
-    assert found.causal_flops_per_second == pytest.approx(64e12)
-    assert (found.mfu, found.mfu_causal) == (pytest.approx(48 / 312), pytest.approx(32 / 312))
+    results = figures(masked_flops_per_sample=1e12)
+    assert results.causal_flops_per_second == pytest.approx(64e12)
+    assert (results.mfu, results.mfu_causal) == (pytest.approx(48 / 312), pytest.approx(32 / 312))
     for unknown in (figures(), figures(flops_per_sample=None, masked_flops_per_sample=0.0)):
         assert unknown.causal_flops_per_second is unknown.mfu_causal is None
     without = figures(masked_flops_per_sample=0.0)
@@ -60,14 +60,14 @@ def test_causal_attention_by_half_has_an_mfu_of_its_own():
 
 
 def test_fp8_is_compared_with_both_peaks():
-    found = figures(device_name="NVIDIA H200", dtype="fp8")
-    assert (found.mfu, found.mfu_of_bf16) == (pytest.approx(48 / 1978.9), pytest.approx(48 / 989.4))
+    results = figures(device_name="NVIDIA H200", dtype="fp8")
+    assert (results.mfu, results.mfu_of_bf16) == (pytest.approx(48 / 1978.9), pytest.approx(48 / 989.4))
 
 
 def test_images_have_no_tokens():
-    found = figures(tokens_per_sample=None)
-    assert found.tokens_per_second is found.tokens_per_second_per_device is None
-    assert found.samples_per_second == pytest.approx(32)
+    results = figures(tokens_per_sample=None)
+    assert results.tokens_per_second is results.tokens_per_second_per_device is None
+    assert results.samples_per_second == pytest.approx(32)
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,15 @@ def test_images_have_no_tokens():
         ({"device_name": "NVIDIA Unheard Of"}, "NVIDIA Unheard Of"),
         ({"dtype": "fp64"}, "fp64"),
         ({"flops_per_sample": None, "flops_reason": "a model of one's own"}, "a model of one's own"),
-        ({"flops_per_sample": None}, "states no FLOPs"),
+        ({"flops_per_sample": None}, "FLOPs are unknown"),
         ({"step_seconds": []}, "no step"),
     ],
 )
 def test_mfu_is_null_with_its_reason(change, reason):
-    found = figures(**change)
-    assert found.mfu is None
-    assert reason in found.mfu_reason
-    assert (found.samples_per_second is None) == (found.step_seconds.median is None) == (reason == "no step")
+    results = figures(**change)
+    assert results.mfu is None
+    assert reason in results.mfu_reason
+    assert (results.samples_per_second is None) == (results.step_seconds.median is None) == (reason == "no step")
 
 
 def test_the_peak_of_ranks_with_different_gpus_is_not_that_of_rank_0(monkeypatch):
@@ -106,9 +106,9 @@ def test_the_share_of_the_ceiling_by_hand_and_why_there_is_none():
     ceiling = (Measured(240e12, "8x8x8", beside_load=True), None)
 
     def related(**changes: Any) -> tuple[Any, ...]:
-        found = figures(**changes)
-        ceiling = found.ceiling_flops_per_second, found.ceiling_beside_load
-        return *ceiling, found.ceiling_reason, found.share_of_ceiling
+        results = figures(**changes)
+        ceiling = results.ceiling_flops_per_second, results.ceiling_beside_load
+        return *ceiling, results.ceiling_reason, results.share_of_ceiling
 
     assert related(ceiling=ceiling) == (240e12, True, None, pytest.approx(48 / 240))  # 48 TFLOP/s on each device
     assert related(ceiling=(None, "nobody has measured it")) == (None, None, "nobody has measured it", None)
@@ -132,18 +132,18 @@ def test_a_share_that_stays_above_is_neither_cut_nor_left_without_a_reason():
     figures, remark = against_higher_ceiling(quiet, 2, Measured(32e9, "", beside_load=False))
     assert figures.share_of_ceiling == pytest.approx(36 / 32)
     assert remark.startswith("ceiling re-measured: was 30.1 GFLOP/s; now 32.0 GFLOP/s; the model reaches 112.5% of it")
-    assert "model FLOPs count attention in full" in remark
+    assert "model FLOPs include the half of attention" in remark
     _, remark = against_higher_ceiling(METRICS, 2, Measured(32e9, "", beside_load=True))
-    assert remark.endswith("the model reaches 112.5% of it: other load slowed the products down")
+    assert remark.endswith("the model reaches 112.5% of it: other load slowed down the products")
 
 
 def test_a_lower_one_does_not_count_and_one_may_be_impossible_to_measure():
     figures, remark = against_higher_ceiling(METRICS, 2, Measured(20e9, "", beside_load=False))
     assert (figures.ceiling_flops_per_second, figures.ceiling_beside_load) == (30.1e9, True)
-    assert "20.0 GFLOP/s is not above the earlier 30.1 GFLOP/s, taken beside other load; the model" in remark
+    assert "20.0 GFLOP/s, not above the earlier 30.1 GFLOP/s, measured under load; the model" in remark
     figures, remark = against_higher_ceiling(METRICS, 2, "workload.shapes=512x512x512: takes 9 GiB")
     assert figures == msgspec.structs.replace(METRICS, share_of_ceiling=pytest.approx(36 / 30.1))
-    assert remark.startswith("ceiling passed, and not re-measured: workload.shapes=512x512x512: takes 9 GiB; the ")
+    assert remark.startswith("ceiling exceeded, but not re-measured: workload.shapes=512x512x512: takes 9 GiB; the ")
 
 
 def trained(directory: Path, earlier: float) -> tuple[Any, int, float]:

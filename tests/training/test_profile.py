@@ -21,8 +21,8 @@ from ptdbench.parallel import apply, ring
 from ptdbench.parallel.pipeline_schedules import SCHEDULES
 from ptdbench.parallel.pipeline_stages import Stage
 from ptdbench.profiling import trace
-from ptdbench.profiling.events import Call, Interval, intersect, length, union
-from ptdbench.profiling.phases import PHASES, Partition, Ready, divided, partition
+from ptdbench.profiling.events import CommCall, Interval, intersect, length, union
+from ptdbench.profiling.phases import PHASES, PhaseTimes, Ready, divided, partition
 from ptdbench.training import profile, traces
 from ptdbench.training.loop import Update
 from tests.conftest import composed, record_of
@@ -99,7 +99,7 @@ def run_slowed(configuration: Any, directory: Path, place: str, ranks: list[int]
     owner, name, change = PLACES[place]
     seen: list[tuple[trace.Trace, Sequence[Ready]]] = []
 
-    def watched(of_rank: trace.Trace, ready: Sequence[Ready]) -> Partition:
+    def watched(of_rank: trace.Trace, ready: Sequence[Ready]) -> PhaseTimes:
         seen.append((of_rank, ready))
         return partition(of_rank, ready)
 
@@ -143,13 +143,13 @@ class Rank:
 
 def slowed(directory: Path, *overrides: str, place: str, ranks: list[int]) -> list[Rank]:
     """Both ranks of a run in which something slept; a rank that did not is judged by the sleep of the other."""
-    found = RANKS.call(2, run_slowed, composed(*TINY, *overrides), directory, place, ranks)
+    of_ranks = RANKS.call(2, run_slowed, composed(*TINY, *overrides), directory, place, ranks)
     record = record_of(directory)
     assert record["status"] == "ok", record["error"]
     assert len(record["phases"]["waited_for_most"]) == STEPS
-    slept = found[ranks[0]][0]
+    slept = of_ranks[ranks[0]][0]
     assert len(slept) > STEPS
-    return [Rank(*of_rank, own or slept) for own, *of_rank in found]
+    return [Rank(*of_rank, own or slept) for own, *of_rank in of_ranks]
 
 
 #: On a busy machine a rank learns late that it need not wait any longer.
@@ -177,10 +177,10 @@ STAGES = " ".join([*PIPELINE, "parallel.microbatches=2"])
     ],
 )
 def test_what_sleeps_on_one_rank_is_found_there_and_the_other_waits_for_it(tmp_path, layout, place, rank, phase):
-    found = slowed(tmp_path, *layout.split(), place=place, ranks=[rank])
+    of_ranks = slowed(tmp_path, *layout.split(), place=place, ranks=[rank])
     if phase:
-        assert found[rank].share(found[rank].phases[phase]) > 0.99
-    other = found[1 - rank]
+        assert of_ranks[rank].share(of_ranks[rank].phases[phase]) > 0.99
+    other = of_ranks[1 - rank]
     operations = ("recv", "send") if place == "stage" else COLLECTIVE
     assert other.waited(True, operations, last=rank) > MOST * other.waits
 
@@ -197,8 +197,8 @@ def test_a_slow_link_is_exposed_communication(tmp_path):
 def test_slow_experts_are_waited_for_where_they_combine(tmp_path):
     """Only real ranks send by labels, differently many, and call by the host's order."""
     options = ["parallel=ep", "model.experts=4", "model.expert_hidden=8", "model.key_value_heads=2"]
-    found = slowed(tmp_path, "model=moe_tiny", *options, place="experts", ranks=[1])
-    assert found[0].waited(True, ["combine"], last=1) > MOST * found[0].waits
+    of_ranks = slowed(tmp_path, "model=moe_tiny", *options, place="experts", ranks=[1])
+    assert of_ranks[0].waited(True, ["combine"], last=1) > MOST * of_ranks[0].waits
     record = record_of(tmp_path)["phases"]
     slept = SLEEP * record["step_seconds"] / record["profiled_step_seconds"]
     assert record["ranks"]["experts"][0] > MOST * slept
@@ -222,19 +222,19 @@ def test_every_layout_is_divided_without_rest(shared_run):
     for layout in layouts:
         record = shared_run(*TINY, *layout)
         assert record["status"] == "ok", (layout, record["error"])
-        found = record["phases"]
-        assert found["reason"] is None, layout
-        assert list(found["ranks"]) == list(PHASES)
+        breakdown = record["phases"]
+        assert breakdown["reason"] is None, layout
+        assert list(breakdown["ranks"]) == list(PHASES)
         for rank in range(record["world_size"]):
-            of_rank = {name: found["ranks"][name][rank] for name in PHASES}
+            of_rank = {name: breakdown["ranks"][name][rank] for name in PHASES}
             assert min(of_rank.values()) >= 0, (layout, of_rank)
-            assert sum(of_rank.values()) == pytest.approx(found["step_seconds"]), layout
+            assert sum(of_rank.values()) == pytest.approx(breakdown["step_seconds"]), layout
             assert of_rank["forward"] > 0, layout
             assert of_rank["backward"] > 0, layout
-        assert (found["bubble_formula"] is not None) == ("parallel=pdp" in layout)
-        parts = [name for stage in found["stage_parts"] or [] for name in stage]
+        assert (breakdown["bubble_formula"] is not None) == ("parallel=pdp" in layout)
+        parts = [name for stage in breakdown["stage_parts"] or [] for name in stage]
         assert parts == (["embedding", "head"] if "parallel=pdp" in layout else [])
-        for operation, sent in found["communication"].items():
+        for operation, sent in breakdown["communication"].items():
             assert sent["formula_bytes"] in (None, sent["bytes"]), (layout, operation)
 
 
@@ -258,14 +258,14 @@ def test_the_lines_of_the_collectives_are_applied_to_what_was_sent(shared_run, t
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sizes = ("workload.min_bytes=1024", "workload.max_bytes=65536", "workload.factor=8", "workload.max_seconds=0.05")
     before = shared_run(*TINY, "parallel=ddp")["phases"]["communication"]["all_reduce"]
-    found = shared_run("workload=collectives", "workload.ops=all_reduce", *sizes)["collectives"]
-    assert (before["fit_seconds"], found["kept"]) == (None, None)
+    figures = shared_run("workload=collectives", "workload.ops=all_reduce", *sizes)["collectives"]
+    assert (before["fit_seconds"], figures["kept"]) == (None, None)
     (path,) = tmp_path.glob("ptdbench/links/*.json")
     kept = json.loads(path.read_text())
     plausible = {}
-    for fit in found["fits"]:
+    for fit in figures["fits"]:
         if fit["alpha"] >= 0 and fit["beta"] > 0:  # beside other load a line may fall
-            largest = max(row["bytes"] for row in found["results"] if row["mode"] == fit["mode"])
+            largest = max(row["bytes"] for row in figures["results"] if row["mode"] == fit["mode"])
             line = {"alpha": fit["alpha"], "beta": fit["beta"], "largest": largest}
             plausible[f"all_reduce fp32 sum {fit['mode']}"] = line
     assert kept["lines"] == plausible
@@ -283,13 +283,17 @@ def test_as_many_steps_are_profiled_as_fit_into_a_minute(timed, count):
 @pytest.mark.parametrize(("timed", "host", "duration"), [(9.0, 4, 18), (5.0, 0, 14), (11.0, 6, 20)])
 def test_what_the_profiler_takes_is_the_hosts_that_a_gpu_waits_for(timed, host, duration):
     """Two steps of 10 s, of which the GPU waited 6 s: no kernel was slower than in a timed step."""
-    of_rank = Partition(2, 20.0, {"forward": 14.0, "host": 6.0}, {}, [])
+    of_rank = PhaseTimes(2, 20.0, {"forward": 14.0, "host": 6.0}, {}, [])
     left = profile._without_profiler(of_rank, timed)
     assert (left.duration, left.seconds) == (duration, {"forward": 14.0, "host": host})
 
 
 def test_messages_of_one_kernel_of_nccl_begin_with_the_last_of_them():
-    calls = [Call("send", 8, 1.0, 6.0, peer=0), Call("recv", 8, 1.0, 6.0, peer=2), Call("send", 8, 7.0, 8.0, peer=0)]
+    calls = [
+        CommCall("send", 8, 1.0, 6.0, peer=0),
+        CommCall("recv", 8, 1.0, 6.0, peer=2),
+        CommCall("send", 8, 7.0, 8.0, peer=0),
+    ]
     of_each = [Ready(1.0), Ready(5.0, last=2), Ready(7.0)]
     assert traces.together(calls, of_each) == [Ready(5.0, last=2), Ready(5.0, last=2), Ready(7.0)]
 

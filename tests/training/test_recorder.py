@@ -92,15 +92,15 @@ def test_what_a_full_disk_does_not_take_is_written_later(alone, tmp_path, monkey
 def test_steps_and_evaluations_are_shown_as_soon_as_the_record_can_be_read(tmp_path, fault):
     job: Any = SimpleNamespace(directory=tmp_path, world=SimpleNamespace(is_first=False))
     loop: Any = SimpleNamespace(done=3)
-    found = recorder.Recorder(job, loop)
-    found.logs = [log := mock.Mock()]
-    found._unshown = [series.unknown(3)]
+    records = recorder.Recorder(job, loop)
+    records.logs = [log := mock.Mock()]
+    records._unshown = [series.unknown(3)]
     with mock.patch.object(store, "read_record", side_effect=[fault, {}]):
-        found._show([{"step": 3}])
-        loop.done, found._unshown = 5, [*found._unshown, series.unknown(2)]
-        found._show([{"step": 3}, {"step": 5}])
+        records._show([{"step": 3}])
+        loop.done, records._unshown = 5, [*records._unshown, series.unknown(2)]
+        records._show([{"step": 3}, {"step": 5}])
     ((_, first, rows, news),) = (call.args for call in log.show.call_args_list)
-    assert (first, len(rows), found._unshown) == (0, 5, [])
+    assert (first, len(rows), records._unshown) == (0, 5, [])
     assert news == [{"step": 3}, {"step": 5}]
 
 
@@ -111,12 +111,12 @@ def test_steps_whose_series_are_gone_have_no_numbers_and_a_remark(shared_run, le
         (begun / series.NAME).unlink()
     else:
         assert series.keep(begun / series.NAME, left) == left
-    found = shared_run(*TOY, "train.steps=6", f"resume={begun}")
-    assert found["error"] is None  # which is no divergence
-    assert [loss is None for loss in found["losses"]] == [step in range(left or 0, 4) for step in range(6)]
-    (remark,) = found["remarks"]["checkpoints"]
-    assert remark == f"{begun}/series.npy holds {left or 0} of the 4 earlier steps: the figures of the others are lost"
-    assert found["metrics"]["samples_per_second"] > 0
+    record = shared_run(*TOY, "train.steps=6", f"resume={begun}")
+    assert record["error"] is None  # which is no divergence
+    assert [loss is None for loss in record["losses"]] == [step in range(left or 0, 4) for step in range(6)]
+    (remark,) = record["remarks"]["checkpoints"]
+    assert remark == f"{begun}/series.npy has {left or 0} of the 4 earlier steps; the figures of the rest are lost"
+    assert record["metrics"]["samples_per_second"] > 0
 
 
 def test_a_run_that_goes_on_where_it_was_replaces_what_followed_its_checkpoint(tmp_path):
@@ -124,14 +124,14 @@ def test_a_run_that_goes_on_where_it_was_replaces_what_followed_its_checkpoint(t
     whole = run_on_shared_ranks(tmp_path, *saving, "train.steps=6")["losses"]
     tensors = tmp_path / "checkpoints" / "step-00000006" / "__0_0.distcp"
     tensors.write_bytes(bytes(tensors.stat().st_size))
-    found = run_on_shared_ranks(tmp_path, *saving, "train.steps=7")
+    record = run_on_shared_ranks(tmp_path, *saving, "train.steps=7")
     kept = sorted(path.name[-1] for path in tensors.parents[1].iterdir())
     assert kept == ["4", "6", "7"]  # the broken one pushes none out
-    assert found["error"] is None
-    assert found["remarks"]["resumed"].startswith("after step 4, from ")
-    assert "step-00000006 is skipped: __0_0.distcp does not match" in found["remarks"]["checkpoints"][0]
-    assert (found["losses"][:6], len(found["losses"])) == (whole, 7)
-    assert [(one["first_step"], one["steps"]) for one in found["segments"]] == [(0, 4), (4, 3)]
-    assert found["segments"][0]["layout"] == found["segments"][1]["layout"]
+    assert record["error"] is None
+    assert record["remarks"]["resumed"].startswith("after step 4, from ")
+    assert "step-00000006: __0_0.distcp does not match" in record["remarks"]["checkpoints"][0]
+    assert (record["losses"][:6], len(record["losses"])) == (whole, 7)
+    assert [(one["first_step"], one["steps"]) for one in record["segments"]] == [(0, 4), (4, 3)]
+    assert record["segments"][0]["layout"] == record["segments"][1]["layout"]
     *_, before, last = run_on_shared_ranks(tmp_path, *saving, "train.steps=9", "train.clip_norm=1e3")["segments"]
     assert before["layout"] != last["layout"]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch import peers
-from ptdbench.profiling.events import Call
+from ptdbench.profiling.events import CommCall
 from ptdbench.profiling.phases import Ready
 from ptdbench.training import traces
 from tests.parallel.ranks import each, on_ranks
@@ -31,17 +31,17 @@ def aheads(machines: str, skew: float) -> float:
 
 @pytest.mark.ranks
 def test_one_rank_of_each_other_machine_asks_rank_0_for_the_time():
-    found = on_ranks(3, each, aheads, [("abb", 5.0), ("aab", 5.0)])
-    assert [[of_rank[machines, 5.0] for of_rank in found] for machines in ("abb", "aab")] == [
-        [0, pytest.approx(5.0, abs=0.5), found[1]["abb", 5.0]], [0, 0, pytest.approx(5.0, abs=0.5)],
+    offsets = on_ranks(3, each, aheads, [("abb", 5.0), ("aab", 5.0)])
+    assert [[of_rank[machines, 5.0] for of_rank in offsets] for machines in ("abb", "aab")] == [
+        [0, pytest.approx(5.0, abs=0.5), offsets[1]["abb", 5.0]], [0, 0, pytest.approx(5.0, abs=0.5)],
     ]  # fmt: skip
-    assert found[1]["abb", 5.0] == found[2]["abb", 5.0]
+    assert offsets[1]["abb", 5.0] == offsets[2]["abb", 5.0]
 
 
 def since_of_a_pair() -> list[Ready]:
     """In a rank: when its calls could begin, where ranks 1 and 2 have a group of their own, as in torch 2.15."""
     pair = dist.new_group([1, 2])
-    mine = {1: Call("send", 8, 1.0, 6.0, peer=1), 2: Call("recv", 8, 5.0, 6.0, peer=0)}.get(dist.get_rank())
+    mine = {1: CommCall("send", 8, 1.0, 6.0, peer=1), 2: CommCall("recv", 8, 5.0, 6.0, peer=0)}.get(dist.get_rank())
     calls = [replace(mine, group=pair.group_name)] if mine else []
     return traces.ready(calls, {"pipeline": dist.group.WORLD}, 0.0)
 

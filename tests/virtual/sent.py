@@ -53,7 +53,7 @@ def _in_rank(job: Job) -> list[Any]:
     return peers.gather(told)
 
 
-def _calls(path: Path, job: Job) -> Sequence[events.Call]:
+def _calls(path: Path, job: Job) -> Sequence[events.CommCall]:
     if job.device.type == "cuda":
         _, calls = trace.launched_in_steps(path)
         return calls

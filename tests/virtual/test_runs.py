@@ -50,7 +50,7 @@ def test_every_layout_runs_where_the_gpu_has_its_format(swept):
         if record["config"]["virtual"]["name"] == "v100":
             assert "precision=bf16: virtual Tesla V100-SXM2-32GB" in record["error"]["message"]
         elif record["parallel"] != "fsdp" and offload != "none":
-            assert record["error"]["message"].startswith("offload=optimizer_and_weights: is for sharded weights")
+            assert record["error"]["message"].startswith("offload=optimizer_and_weights: needs sharded weights")
         else:
             assert (record["status"], record["kind"]) == ("ok", "virtual"), record["error"]
             assert record["virtual"]["device"] == "virtual NVIDIA H200"

@@ -32,11 +32,11 @@ class MadeSlow(Check):
                 contention.STAT = before
 
     def products(self, job: Job) -> Matmul:
-        found = super().products(job)
-        for product in found.ranks[-1].products:
+        rates = super().products(job)
+        for product in rates.ranks[-1].products:
             product.median /= 1e6
         self._count(10**6 * os.sysconf("SC_CLK_TCK"))  # more than the ranks can have taken
-        return found
+        return rates
 
     def _count(self, ticks: int) -> None:
         values = [0] * 8

@@ -50,8 +50,8 @@ class Largest(Data):
         pass
 
     def samples(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        found = numbers(self.seed, start, stop)
-        return found, found.argmax(1)
+        values = numbers(self.seed, start, stop)
+        return values, values.argmax(1)
 
     def example(self) -> tuple[Tensor, Tensor]:
         return torch.empty(1, CLASSES, device="meta"), torch.empty(1, dtype=torch.int64, device="meta")
@@ -67,8 +67,8 @@ class Kept(HeldOut):
 
     def samples(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         assert 0 <= start < stop <= HELD_OUT
-        found = numbers(12345, start, stop)
-        return found, found.argmax(1)
+        values = numbers(12345, start, stop)
+        return values, values.argmax(1)
 
 
 class Reveals(Largest):

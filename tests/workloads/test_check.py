@@ -34,20 +34,20 @@ class TestRun:
         ranks = 3
         record = shared_run(*WIDE, f"cluster.ranks_per_node={ranks}")
         assert (record["status"], record["error"]) == ("ok", None)
-        found = record["check"]
-        assert (found["sound"], found["findings"], found["tolerance"]) == (True, [], 0.9999)
-        assert len(found["hello"]["ranks"]) == len(found["matmul"]["ranks"]) == ranks
-        assert len(found["p2p"]["pairs"]) == ranks * (ranks - 1)
-        assert {row["op"] for row in found["collectives"]["results"]} == {"all_reduce", "all_gather", "broadcast"}
-        assert found["versions"]["torch"] == record["environment"]["torch"]
-        assert json.loads((ROOT / record["directory"] / "check.json").read_text()) == found
+        report = record["check"]
+        assert (report["sound"], report["findings"], report["tolerance"]) == (True, [], 0.9999)
+        assert len(report["hello"]["ranks"]) == len(report["matmul"]["ranks"]) == ranks
+        assert len(report["p2p"]["pairs"]) == ranks * (ranks - 1)
+        assert {row["op"] for row in report["collectives"]["results"]} == {"all_reduce", "all_gather", "broadcast"}
+        assert report["versions"]["torch"] == record["environment"]["torch"]
+        assert json.loads((ROOT / record["directory"] / "check.json").read_text()) == report
 
     @pytest.mark.thorough
     def test_one_rank_has_no_links(self, shared_run):
         record = shared_run(*WIDE, "cluster.ranks_per_node=1")
-        found = record["check"]
-        assert (record["status"], found["p2p"], found["collectives"]) == ("ok", None, None)
-        assert "a single rank has no links" in found["remarks"]
+        report = record["check"]
+        assert (record["status"], report["p2p"], report["collectives"]) == ("ok", None, None)
+        assert "a single rank has no links" in report["remarks"]
 
     def test_a_slow_rank_is_named_the_run_has_failed_and_a_person_reads_it(self, tmp_path, environ):
         asked = (*WIDE, *SLOW, "cluster.ranks_per_node=3", "hydra.run.dir=run")
@@ -55,23 +55,23 @@ class TestRun:
         assert done.returncode == 1, done.stderr
         record = json.loads((tmp_path / "run" / "record.json").read_text())
         assert (record["status"], record["error"]["type"]) == ("failed", "Unsound")
-        found = record["check"]
-        assert (found["sound"], found["verdict"], found["busy"]) == (False, "unsound", None)
-        assert found["attempts"]["matmul"] == 2
-        assert {(finding["kind"], *finding["ranks"]) for finding in found["findings"]} == {("slow rank", 2)}
+        report = record["check"]
+        assert (report["sound"], report["verdict"], report["busy"]) == (False, "unsound", None)
+        assert report["attempts"]["matmul"] == 2
+        assert {(finding["kind"], *finding["ranks"]) for finding in report["findings"]} == {("slow rank", 2)}
         assert "rank 2 reaches less than 0.1% of its peers' median in fp32 products" in record["error"]["message"]
         assert "verdict       unsound, 2 findings" in done.stdout
-        assert "  - rank 2 reaches less than 0.1% of its peers' median in bf16 products, at best of 2" in done.stdout
+        assert "  - rank 2 reaches less than 0.1% of its peers' median in bf16 products, best of 2" in done.stdout
 
     @pytest.mark.thorough
     def test_beside_other_processes_it_is_busy_which_is_no_success_either(self, shared_run):
         record = shared_run(*WIDE, f"{MADE}.MadeBusy", "workload.attempts=1", "cluster.ranks_per_node=2")
         assert (record["status"], record["error"]["type"]) == ("failed", "Busy")
-        found = record["check"]
-        assert (found["sound"], found["verdict"]) == (False, "busy")
-        assert {(finding["kind"], finding["beside_load"]) for finding in found["findings"]} == {("slow rank", True)}
-        assert re.fullmatch(r"other processes took \d+.\d of 2 cores; measure again on a quiet machine", found["busy"])
-        assert record["error"]["message"].startswith(f"{found['busy']}; rank 1 reaches less than 0.1% of its peers'")
+        report = record["check"]
+        assert (report["sound"], report["verdict"]) == (False, "busy")
+        assert {(finding["kind"], finding["beside_load"]) for finding in report["findings"]} == {("slow rank", True)}
+        assert re.fullmatch(r"other processes took \d+.\d of 2 cores; measure again on a quiet machine", report["busy"])
+        assert record["error"]["message"].startswith(f"{report['busy']}; rank 1 reaches less than 0.1% of its peers'")
         assert record["check"]["other_load"]["matmul"][0]["taken"] > 2
 
     def test_a_wrong_result_is_an_error_beside_other_processes_too(self, shared_run):
@@ -84,11 +84,11 @@ class TestRun:
         done = call(*srun, ROOT / "train.py", *WIDE, cwd=tmp_path, environ=slurm)
         assert done.returncode == 0, done.stderr
         (path,) = tmp_path.glob("outputs/*/check.json")
-        found = json.loads(path.read_text())
-        assert found["sound"]
-        assert {rank["node"] for rank in found["hello"]["ranks"]} == {"n1", "n2"}
-        assert len(found["p2p"]["pairs"]) == 12
-        assert found["collectives"]["groups"] == [[0, 1, 2, 3]]
+        report = json.loads(path.read_text())
+        assert report["sound"]
+        assert {rank["node"] for rank in report["hello"]["ranks"]} == {"n1", "n2"}
+        assert len(report["p2p"]["pairs"]) == 12
+        assert report["collectives"]["groups"] == [[0, 1, 2, 3]]
 
 
 @pytest.mark.thorough
@@ -98,16 +98,16 @@ def test_a_training_run_goes_on_after_its_check(shared_run):
     record = shared_run(*toy, "check=true")
     assert (record["status"], len(record["losses"])) == ("ok", 3)
     assert record["losses"] == shared_run(*toy)["losses"]  # it draws from no generator of the training's
-    found = record["check"]
-    assert len(found["matmul"]["ranks"]) == 2
-    assert ("check" in record["remarks"]) == (not found["sound"])
+    report = record["check"]
+    assert len(report["matmul"]["ranks"]) == 2
+    assert ("check" in record["remarks"]) == (not report["sound"])
     assert record["metrics"]["startup_seconds"]["check"] > 0
 
 
 @pytest.mark.parametrize(
     ("option", "values", "rule"),
     [
-        ("tolerance", ["0", "1", "-0.1", "5"], "must lie between 0 and 1: a share of the median; 0.05 is 5 %"),
+        ("tolerance", ["0", "1", "-0.1", "5"], "must be between 0 and 1, a fraction of the median; 0.05 is 5 %"),
         ("attempts", ["0"], "must be a whole number of at least 1"),
     ],
 )
@@ -129,10 +129,10 @@ def test_what_is_refused(option, values, rule):
 def test_slow_is_measured_again_and_named_after_the_last_attempt(monkeypatch, rounds, slow, attempts):
     monkeypatch.setattr(contention, "Watch", lambda _: SimpleNamespace(stop=lambda: []))
     left = iter(rounds)
-    found = Check(attempts=3)._until_sound(
+    outcome = Check(attempts=3)._until_sound(
         SimpleNamespace(device=None), lambda: next(left), lambda rates: (rates or {}, dict.fromkeys(rates or {}, "all"))
     )
-    assert (found.first, found.slow, found.attempts) == (rounds[0], slow, attempts)
+    assert (outcome.first, outcome.slow, outcome.attempts) == (rounds[0], slow, attempts)
     assert len([*left]) == len(rounds) - attempts
 
 

@@ -29,30 +29,30 @@ def start(shared_run, ranks, *overrides):
 @pytest.mark.ranks
 @cases("ranks", [2, 3], daily=[3])
 def test_every_operation_is_right_and_timed(shared_run, ranks):
-    found = start(shared_run, ranks, "workload.max_bytes=65536", "workload.factor=8")
-    measured = {(row["op"], row["mode"]) for row in found["results"]}
+    figures = start(shared_run, ranks, "workload.max_bytes=65536", "workload.factor=8")
+    measured = {(row["op"], row["mode"]) for row in figures["results"]}
     assert measured == set(itertools.product(OPERATIONS, ["blocking", "async"]))
-    assert (found["groups"], found["cut"], found["left_out"]) == ([list(range(ranks))], [], [])
-    for row in found["results"]:
+    assert (figures["groups"], figures["cut"], figures["left_out"]) == ([list(range(ranks))], [], [])
+    for row in figures["results"]:
         seconds = row["seconds"]
         assert 0 < seconds["p5"] <= seconds["median"] <= seconds["p95"]
         assert row["repetitions"] >= 2
         assert (row["post_seconds"] is None) == (row["mode"] == "blocking")
         if row["op"] != "barrier":
             assert row["algbw"] == pytest.approx(row["bytes"] / seconds["median"])
-    all_reduce = [row for row in found["results"] if row["op"] == "all_reduce"]
+    all_reduce = [row for row in figures["results"] if row["op"] == "all_reduce"]
     for row in all_reduce:
         assert row["busbw"] == pytest.approx(row["algbw"] * 2 * (ranks - 1) / ranks)
     assert [row["bytes"] for row in all_reduce][:6] == [8, 64, 512, 4096, 32768, 65536]
-    assert {(fit["op"], fit["mode"]) for fit in found["fits"]} == {pair for pair in measured if pair[0] != "barrier"}
+    assert {(fit["op"], fit["mode"]) for fit in figures["fits"]} == {pair for pair in measured if pair[0] != "barrier"}
 
 
 @pytest.mark.ranks
 def test_every_dtype_and_reduction_is_right(shared_run):
     ops = "workload.ops=[all_reduce,reduce,reduce_scatter,all_to_all]"
     sizes = ("workload.min_bytes=4096", "workload.max_bytes=4096", "workload.modes=blocking")
-    found = start(shared_run, 3, ops, *sizes, "workload.dtypes=all", "workload.reductions=all")
-    assert len(found["results"]) == 3 * 8 * 4 + 8
+    figures = start(shared_run, 3, ops, *sizes, "workload.dtypes=all", "workload.reductions=all")
+    assert len(figures["results"]) == 3 * 8 * 4 + 8
 
 
 @pytest.mark.ranks
@@ -62,9 +62,9 @@ def test_every_dtype_and_reduction_is_right(shared_run):
     daily=[("data", [[0, 2], [1, 3]])],
 )
 def test_groups(shared_run, group, groups):
-    found = start(shared_run, 4, f"workload.group={group}", "workload.max_bytes=1024", "workload.factor=128")
-    assert found["groups"] == groups
-    assert {row["ranks"] for row in found["results"]} == {2}
+    figures = start(shared_run, 4, f"workload.group={group}", "workload.max_bytes=1024", "workload.factor=128")
+    assert figures["groups"] == groups
+    assert {row["ranks"] for row in figures["results"]} == {2}
 
 
 @pytest.mark.parametrize(("data", "pipeline"), [(2, 2), (4, 2), (2, 4), (3, 1)])
@@ -82,9 +82,9 @@ def test_groups_are_those_of_the_mesh_that_trains(data, pipeline):
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_what_takes_too_long_is_left_out_and_said(shared_run):
-    found = start(shared_run, 2, "workload.ops=all_reduce", "workload.max_seconds=1e-9", "workload.modes=blocking")
-    assert (found["results"], found["fits"]) == ([], [])
-    (cut,) = found["cut"]
+    figures = start(shared_run, 2, "workload.ops=all_reduce", "workload.max_seconds=1e-9", "workload.modes=blocking")
+    assert (figures["results"], figures["fits"]) == ([], [])
+    (cut,) = figures["cut"]
     assert (cut["op"], cut["mode"], cut["from_bytes"]) == ("all_reduce", "blocking", 8)
 
 
@@ -109,9 +109,9 @@ def test_a_wrong_result_is_a_failed_run_that_names_it(run):
         ("modes=later", "modes=later: there is no later; try all, blocking, async"),
         ("group=tensor", "group=tensor: there is no such group; try all, data, pipeline, or ranks"),
         ("group=[0,2]", "group=[0,2]: there is no rank 2; the ranks are 0 to 1"),
-        ("group=[0,0]", "group=[0,0]: must name two ranks or more, each once"),
-        ("group=[1]", "group=[1]: must name two ranks or more, each once"),
-        ("group=data", "group=data: 2 ranks with 2 in a pipeline leave one rank in each of these groups;"),
+        ("group=[0,0]", "group=[0,0]: must name at least two ranks, each once"),
+        ("group=[1]", "group=[1]: must name at least two ranks, each once"),
+        ("group=data", "group=data: has one rank per group, with 2 ranks in pipelines of 2;"),
         (
             "group=pipeline workload.pipeline_size=3 cluster.ranks_per_node=4",
             "pipeline_size=3: must divide the number of ranks, 4; try 1, 2, 4",

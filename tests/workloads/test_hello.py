@@ -31,5 +31,5 @@ def test_every_rank_is_in_the_record_whatever_the_model(run):
 def test_a_wrong_sum_is_told(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda total: total.add_(1))  # rank 1 says 1, and should say 2
     job = SimpleNamespace(world=World(0, 2, 0, 2, "srun"), device=torch.device("cpu"))
-    with pytest.raises(ArithmeticError, match=r"^the sum of 1 to 2 over the ranks is 3, not 2$"):
+    with pytest.raises(ArithmeticError, match=r"^the all-reduce of 1 to 2 gives 2, not 3$"):
         Hello()(job)

@@ -29,17 +29,17 @@ class TestRun:
     def test_every_rank_is_in_the_record(self, shared_run):
         record = shared_run(*SHORT)
         assert (record["status"], record["error"], record["model"]) == ("ok", None, None)
-        found = record["matmul"]
-        assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
-        for rank in found["ranks"]:
+        rates = record["matmul"]
+        assert [rank["rank"] for rank in rates["ranks"]] == [0, 1]
+        for rank in rates["ranks"]:
             measured = [(product["dtype"], product["shape"]) for product in rank["products"]]
             assert measured == [(d, s) for d in ("fp32", "bf16") for s in ("64x64x64", "32x96x128")]
             for product in [*rank["products"], *rank["copies"]]:
                 assert 0 < product["median"] <= product["maximum"]
                 assert 0 < product["mean"] <= product["maximum"]
-        assert [(one["dtype"], one["ranks"]) for one in found["ceilings"]] == [("fp32", 2), ("bf16", 2)]
-        assert found["kept"] is None
-        (load,) = found["other_load"]
+        assert [(one["dtype"], one["ranks"]) for one in rates["ceilings"]] == [("fp32", 2), ("bf16", 2)]
+        assert rates["kept"] is None
+        (load,) = rates["other_load"]
         assert (load["cores"], load["on_gpu"]) == (len(os.sched_getaffinity(0)), False)
         assert load["taken"] is None or 0 <= load["taken"] <= load["cores"]
 
@@ -61,7 +61,7 @@ class TestRun:
         (tmp_path / "cache").write_text("a file where a folder should be")
         record = shared_run(*SHORT)
         assert record["status"] == "ok"
-        assert record["matmul"]["kept"].startswith("not kept for later runs: ")
+        assert record["matmul"]["kept"].startswith("not cached: ")
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ class TestRun:
         (
             ["shapes=[64,2x3]", "dtypes=[fp32,fp8]", "seconds=0"],
             [
-                "shapes=[64,2x3]: must be numbers such as 4096, or MxNxK such as 4096x1024x512, and at least one",
-                "dtypes=[fp32,fp8]: must be dtypes of matrix products; try fp32, tf32, bf16, fp16",
+                "shapes=[64,2x3]: must be one or more of N, such as 4096, or MxNxK, such as 4096x1024x512",
+                "dtypes=[fp32,fp8]: must be dtypes for matrix products; try fp32, tf32, bf16, fp16",
                 "seconds=0: must be greater than 0",
             ],
         ),
         (["shapes=[]"], ["shapes=[]: must be "]),
         (["dtypes=[]"], ["dtypes=[]: must be "]),
-        (["shapes=2x3", "dtypes=fp8"], ["shapes=2x3: must be numbers", "dtypes=fp8: must be dtypes"]),
+        (["shapes=2x3", "dtypes=fp8"], ["shapes=2x3: must be one or more", "dtypes=fp8: must be dtypes"]),
         (["dtypes=tf32"], ["dtypes=tf32: TF32 is a format of GPUs; try fp32, bf16, fp16"]),
         (["dtypes=[tf32]"], ["dtypes=[tf32]: TF32 is a format of GPUs; try fp32, bf16, fp16"]),
     ],

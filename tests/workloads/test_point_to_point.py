@@ -27,10 +27,10 @@ QUICK = (
 def test_every_pair_is_measured(shared_run, ranks):
     record = shared_run("workload=p2p", "device=cpu", f"cluster.ranks_per_node={ranks}", *QUICK)
     assert (record["status"], record["error"]) == ("ok", None)
-    found = record["p2p"]
-    pairs = [(pair["source"], pair["target"]) for pair in found["pairs"]]
+    links = record["p2p"]
+    pairs = [(pair["source"], pair["target"]) for pair in links["pairs"]]
     assert pairs == [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
-    for pair in found["pairs"]:
+    for pair in links["pairs"]:
         assert [size["bytes"] for size in pair["sizes"]] == [8, 64, 512, 4096, 32768, 65536]
         assert pair["latency"] > 0
         assert pair["bandwidth"] == pair["sizes"][-1]["bandwidth"]
@@ -40,12 +40,12 @@ def test_every_pair_is_measured(shared_run, ranks):
             assert size["one_way"] == pytest.approx(max(median - pair["latency"], median / 2))
             assert size["bandwidth"] == pytest.approx(size["bytes"] / size["one_way"])
     both = [list(pair) for pair in unordered_pairs(ranks, ring=False)]
-    assert [pair["ranks"] for pair in found["both"]] == both
-    for pair in found["both"]:
+    assert [pair["ranks"] for pair in links["both"]] == both
+    for pair in links["both"]:
         for size in pair["sizes"]:
             assert size["bandwidth"] == pytest.approx(2 * size["bytes"] / size["seconds"]["median"])
-    assert [(row["ranks"], row["bytes"]) for row in found["overlap"]] == [(pair, 4096) for pair in both]
-    assert found["cut"] == []
+    assert [(row["ranks"], row["bytes"]) for row in links["overlap"]] == [(pair, 4096) for pair in both]
+    assert links["cut"] == []
 
 
 def test_pairs():
@@ -68,9 +68,9 @@ def test_the_share_that_is_hidden(times, share):
 def test_what_takes_too_long_is_left_out_and_said(shared_run):
     record = shared_run("workload=p2p", "device=cpu", *QUICK[:3], *QUICK[4:], "workload.max_seconds=1e-9")
     assert record["status"] == "ok"
-    found = record["p2p"]
-    assert [(pair["latency"], pair["bandwidth"], pair["sizes"]) for pair in found["pairs"]] == [(None, None, [])] * 2
-    assert (found["overlap"], len(found["cut"])) == ([], 4)
+    links = record["p2p"]
+    assert [(pair["latency"], pair["bandwidth"], pair["sizes"]) for pair in links["pairs"]] == [(None, None, [])] * 2
+    assert (links["overlap"], len(links["cut"])) == ([], 4)
 
 
 @pytest.mark.parametrize("once", [[], [0.1]])
@@ -97,7 +97,7 @@ def test_a_message_that_arrives_wrong_is_a_failed_run_that_names_it(run):
     ("overrides", "message"),
     [
         (["cluster.ranks_per_node=1"], "workload=p2p: needs at least two ranks; try cluster."),
-        (["workload.pairs=some"], "workload.pairs=some: there are no such pairs; try all, ring"),
+        (["workload.pairs=some"], "workload.pairs=some: must be all or ring; try all, ring"),
         (["workload.overlap_bytes=[0]"], "workload.overlap_bytes=0: must be a whole number of at least 1"),
         (["workload.max_bytes=0"], "workload.max_bytes=0: must be a whole number of at least 1"),
     ],
@@ -117,7 +117,7 @@ def test_bad_input_is_refused_before_any_rank_starts(overrides, message):
 def test_memory_is_refused_by_the_option_that_takes_most(monkeypatch, workload, options, option):
     monkeypatch.setattr(timing, "gather", lambda told: [told])
     job = SimpleNamespace(device=torch.device("cpu"), world=World(0, 2, 0, 2, "local"))
-    with pytest.raises(ConfigError, match=rf"^workload\.{option}={2**50}: needs 4.19e\+06 GiB of memory per rank"):
+    with pytest.raises(ConfigError, match=rf"^workload\.{option}={2**50}: needs 4.19e\+06 GiB per rank"):
         workload.measure(job, options)
 
 

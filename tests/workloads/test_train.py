@@ -57,7 +57,9 @@ def test_a_run_without_time_is_cut_short_with_a_remark(shared_run):
 
 def test_a_lopsided_pipeline_is_on_record(shared_run):
     record = shared_run(*TOY, "parallel=pdp", "train.steps=1", "model.inputs=20000")
-    assert record["remarks"]["pipeline"].startswith("stage 0 of 2 with 99% of the FLOPs, as the model can only be cut")
+    assert record["remarks"]["pipeline"].startswith(
+        "stage 0 of 2 with 99% of the FLOPs, as the model can only be split"
+    )
 
 
 def drawn(directory: Path, seeds: list[int]) -> list[float]:
@@ -125,9 +127,9 @@ def refused(directory: Path, what: str) -> str:
 
 def test_data_that_are_not_the_same_on_all_ranks_are_refused(tmp_path):
     """Where copies of a data set differ between nodes."""
-    rule = "give all nodes the same files, and make sample k of the seed and k alone"
+    rule = "give all nodes the same files, and let sample k depend only on the seed and k"
     of_rank = {
-        (tmp_path, "samples"): f"data=Other: samples 0 to 7 of rank 1 are not those of rank 0; {rule}",
-        (tmp_path, "held_out"): f"data=Other: rank 0 holds out 101 samples, and rank 1 102; {rule}",
+        (tmp_path, "samples"): f"data=Other: samples 0 to 7 differ between ranks 0 and 1; {rule}",
+        (tmp_path, "held_out"): f"data=Other: rank 0 holds out 101 samples, but rank 1 102; {rule}",
     }
     assert on_ranks(2, each, refused, [*of_rank]) == [of_rank] * 2

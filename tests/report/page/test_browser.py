@@ -250,7 +250,7 @@ class TestFigures:
         row = {"name": "ddp", "kinds": [2**21, 2**20, 0, 0, 2**22, 0]}
         figure = opened[0].evaluate("row => drawKinds(null, [row, { name: 'unknown' }])", row)
         assert {trace["name"]: trace["x"] for trace in figure["traces"]} == {
-            "weights": [2], "gradients": [1], "buffers of communication": [4],
+            "weights": [2], "gradients": [1], "communication buffers": [4],
         }  # fmt: skip
         assert figure["rows"] == [["ddp", 2, 1, 0, 0, 4, 0]]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.ranking import Place
+from ptdbench.comparison.ranking import Standing
 from ptdbench.records import series
 from ptdbench.report.columns import Row
 from ptdbench.report.page.curves import Point, of_steps, scaling_curves, workload_curves
@@ -15,7 +15,7 @@ from tests.report.test_workload_tables import collective, link, product
 
 
 def shown(*runs):
-    return of_steps({number: Row(Place(Alternative([run], {})), f"run{number}") for number, run in enumerate(runs)})
+    return of_steps({number: Row(Standing(Alternative([run], {})), f"run{number}") for number, run in enumerate(runs)})
 
 
 @pytest.fixture
