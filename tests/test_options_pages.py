@@ -92,7 +92,7 @@ def test_choice_has_header_options_and_comments(options, tmp_path: Path):
 def test_class_docstring_describes_undocumented_options(options):
     said = options.described("ptdbench.models.gpt.GPT")
     assert said["layers"] == "Number of blocks."
-    assert "multiple of 128, which is what" in said["vocabulary"]  # of two lines
+    assert "multiple of 128, which matrix" in said["vocabulary"]  # of two lines
     page = options.markdown("model")
     assert "| `model.layers` | Number of blocks. |" in page
     assert options.described("torch.optim.AdamW") == {}

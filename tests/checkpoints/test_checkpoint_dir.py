@@ -127,7 +127,7 @@ def names(run_directory: Path) -> list[str]:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda path: os.truncate(path / "__1_0.distcp", 1234), "__1_0.distcp has 1234 bytes instead of 2000"),
     "a file gone": (
-        lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp cannot be read (No such file or directory)",
+        lambda path: (path / "__1_0.distcp").unlink(), "cannot read __1_0.distcp (No such file or directory)",
     ),
     "bit flipped": (lambda path: flip(path / "__2_0.distcp"), "__2_0.distcp does not match its checksum"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),

@@ -83,7 +83,7 @@ def test_tensors_are_loaded_in_place(checkpoint):
 
 def test_metadata_with_code_is_refused(checkpoint, marker):
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Touch(marker)))
-    assert refusal(checkpoint).startswith("would run code: .metadata asks for posix.system; ")
+    assert refusal(checkpoint).startswith("would run code: .metadata refers to posix.system; ")
     with pytest.raises(ConfigError, match="would run code"):
         safe_load.names(checkpoint)
     assert not marker.exists()
@@ -129,7 +129,7 @@ def described(content: bytes) -> Callable[[Path], object]:
     ("damage", "reason"),
     [
         *(
-            (described(f"ctorch\n{name}\n.".encode()), f"would run code: .metadata asks for torch.{name}; ")
+            (described(f"ctorch\n{name}\n.".encode()), f"would run code: .metadata refers to torch.{name}; ")
             for name in ("load", "nn.Linear", "Size.__class__", "_C._cuda_init", "hub.load_state_dict_from_url")
         ),
         *(

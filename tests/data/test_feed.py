@@ -197,7 +197,7 @@ class Cuda:
 )
 def test_samples_of_wrong_shape_are_refused(monkeypatch, samples, told):
     monkeypatch.setattr(Largest, "samples", lambda *_: samples)
-    rule = rf"^Largest\.samples\(20, 24\) must return tensors of shape \(4, 6\) and \(4,\), .*, and returns {told}$"
+    rule = rf"^Largest\.samples\(20, 24\) must return tensors of shape \(4, 6\) and \(4,\), .*, but returns {told}$"
     with pytest.raises(TypeError, match=rule):
         Feed(Largest(seed=0), rows, CPU)(2)
 

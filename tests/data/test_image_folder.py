@@ -116,7 +116,7 @@ def empty(folder):
         (None, {"workers": 1.5}, "workers=1.5: …"),
         (None, {"root": None}, "root=null: must name the folder of the images; try data.root=FOLDER with train/…"),
         (lambda root: shutil.rmtree(root / "train"), {},
-         "root=…: there is no folder train in it; try data.root=FOLDER with train/CLASS/IMAGE.jpg in it"),
+         "root=…: has no folder train; try data.root=FOLDER with train/CLASS/IMAGE.jpg in it"),
         (lambda root: empty(root / "train"), {}, "root=…: …/train: Couldn't find any class folder …"),
         *((lambda root, part=part: empty(root / part / "dog"), {},
            f"root=…: …/{part}: Found no valid file for the classes dog…") for part in ("train", "val")),

@@ -131,7 +131,7 @@ def test_no_two_kinds_have_the_same_losses():
     ("options", "message"),
     [
         ({"shard": 8, "expert": 8}, "expert=8: must divide the 4 experts of the model; try 2, 4"),
-        ({"shard": 6, "expert": 2}, "expert=2: leaves 3 copies …, which must divide the 16 rows …; try another …"),
+        ({"shard": 6, "expert": 2}, "expert=2: leaves 3 replicas …, which must divide the 16 rows …; try another …"),
     ],
 )
 def test_indivisible_experts_are_refused(options, message):

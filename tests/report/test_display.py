@@ -36,7 +36,8 @@ def wall() -> SimpleNamespace:
 
 
 @pytest.fixture
-def stream() -> io.StringIO:
+def stream(monkeypatch) -> io.StringIO:
+    monkeypatch.delenv("COLUMNS", raising=False)  # it would make lines fit
     return io.StringIO()
 
 

@@ -21,7 +21,7 @@ def test_a_table_for_each_model_with_intervals_and_ranks_of_what_differs(text):
     assert lines[:3] == ["% A & B", "% 2 runs", r"% \usepackage{booktabs}"]
     assert text.count(r"\begin{tabular}") == 2
     head, ddp, fsdp, tp = [line.removesuffix(r" \\").split(" & ") for line in lines[3:] if " & " in line][:4]
-    assert head[:5] == [r"\#", "runs", "parallel", "tokens/s", "tokens/s per GPU"]  # all have 2 ranks and batch 16
+    assert head[:5] == [r"\#", "runs", "parallel", "tokens/s", "tokens/s/GPU"]  # all have 2 ranks and batch 16
     assert ddp[:3] == ["1", "3", "ddp"]
     assert fsdp[2:5:2] == [r"fs\_dp", "250"]
     assert re.fullmatch(r"0\.50x \(0\.\d\d--0\.5\d\)", fsdp[5])

@@ -118,7 +118,7 @@ class TestMatmul:
         found["ranks"][0]["copies"] = []
         text = matmul_tables(convert(found, Matmul), 100)
         assert "copies" not in text
-        assert text.endswith("later runs: no room")
+        assert text.endswith("not cached: no room")
 
 
 def collective(op="all_reduce", size=2**20, mode="blocking", **changes):

@@ -177,7 +177,7 @@ class TestGpu:
     def test_a_gpu_that_nvml_does_not_know(self):
         gpu = Gpu("n1", "GPU-b", made_nvml())
         gpu.look()
-        assert metered(gpu) == Counted("GPU-b of n1", reason="NVML does not know GPU-b: 'GPU-b'")
+        assert metered(gpu) == Counted("GPU-b of n1", reason="NVML cannot find GPU-b: 'GPU-b'")
         assert gpu.clocks(3) == Clocks(3, None, None, None, None, None)
 
 

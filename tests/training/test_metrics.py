@@ -122,7 +122,7 @@ METRICS = Metrics(
 
 def test_a_higher_one_counts():
     figures, remark = against_higher_ceiling(METRICS, 2, Measured(45e9, "512x512x512", beside_load=False))
-    assert remark == "ceiling re-measured: was 30.1 GFLOP/s, taken beside other load; now 45.0 GFLOP/s"
+    assert remark == "ceiling re-measured: was 30.1 GFLOP/s, measured under load; now 45.0 GFLOP/s"
     assert (figures.ceiling_flops_per_second, figures.ceiling_beside_load) == (45e9, False)
     assert figures.share_of_ceiling == pytest.approx(0.8)
 
@@ -167,6 +167,6 @@ def test_a_run_that_passes_it_measures_it_again_once_and_keeps_the_higher_one_an
     assert (times, of_other[passes][1]) == (1, 1)
     assert figures.ceiling_flops_per_second == kept > 1.0
     assert figures.share_of_ceiling == pytest.approx(figures.model_flops_per_second / 2 / kept)
-    assert remarks.ceiling.startswith("ceiling re-measured: was 1e-09 GFLOP/s, taken beside other load")
+    assert remarks.ceiling.startswith("ceiling re-measured: was 1e-09 GFLOP/s, measured under load")
     (_, remarks), times, kept = of_first[stays_below]
     assert (times, kept, remarks.ceiling) == (0, 1e30, None)

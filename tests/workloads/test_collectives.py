@@ -127,7 +127,7 @@ def test_a_single_rank_has_nobody_to_send_to():
 
 
 def test_what_the_backend_lacks_is_refused_where_it_is_asked_for():
-    with pytest.raises(ConfigError, match=r"^workload.ops=gather: gloo does not support gather of GPU tensors; "):
+    with pytest.raises(ConfigError, match=r"^workload.ops=gather: gloo does not support gather on GPU tensors; "):
         Collectives(ops="gather").check(2, "cuda", "gloo")
     for backend, device in (("gloo", "cpu"), ("nccl", "cuda")):
         Collectives(ops="gather").check(2, device, backend)

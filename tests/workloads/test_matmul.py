@@ -78,8 +78,8 @@ class TestRun:
         (["shapes=[]"], ["shapes=[]: must be "]),
         (["dtypes=[]"], ["dtypes=[]: must be "]),
         (["shapes=2x3", "dtypes=fp8"], ["shapes=2x3: must be one or more", "dtypes=fp8: must be dtypes"]),
-        (["dtypes=tf32"], ["dtypes=tf32: TF32 is a format of GPUs; try fp32, bf16, fp16"]),
-        (["dtypes=[tf32]"], ["dtypes=[tf32]: TF32 is a format of GPUs; try fp32, bf16, fp16"]),
+        (["dtypes=tf32"], ["dtypes=tf32: TF32 exists only on GPUs; try fp32, bf16, fp16"]),
+        (["dtypes=[tf32]"], ["dtypes=[tf32]: TF32 exists only on GPUs; try fp32, bf16, fp16"]),
     ],
 )
 def test_what_is_refused(overrides, lines):

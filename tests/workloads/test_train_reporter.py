@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import ptdbench
 from ptdbench.launch.world import World
@@ -22,7 +23,10 @@ def test_the_first_rank_reports_when_it_is_time_and_leaves_the_last_step_to_the_
     training = SimpleNamespace(data=SimpleNamespace(tokens_per_sample=None), layout=SimpleNamespace(global_batch=4))
     spec = SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(compile=False)), virtual=None)
     world = World(rank, 2, rank, 2, "local")
-    job: Any = SimpleNamespace(spec=spec, training=training, world=world, directory=None, display=display)
+    device = torch.device("cpu")
+    job: Any = SimpleNamespace(
+        spec=spec, training=training, world=world, device=device, directory=None, display=display
+    )
     loop: Any = SimpleNamespace(done=0)
     report = train.reporter(job, loop, 100)
     display.loss = 1, 2.5

@@ -151,7 +151,7 @@ class TestFigures:
         assert [row["#"] for row in found] == ["1", "2", "3", "-"]
         assert (first["configuration"], first["runs"], first["tokens/s"][:5]) == ("ddp", "3", "2,000")
         assert [*first][:4] == ["#", "configuration", "tokens/s", "vs best"]
-        assert (first["tokens/s per rank"], last["tokens/s per rank"]) == ("1,000", "-")
+        assert (first["tokens/s/rank"], last["tokens/s/rank"]) == ("1,000", "-")
         assert (second["vs best"][:5], last["status"]) == ("0.75x", "failed")
         assert first["loss"] == "2.513"
         assert labels(report, 1) == ["ddp"]  # of the other model, which is not compared with these
