@@ -24,7 +24,7 @@ from ptdbench.problems import said
 from ptdbench.records.schema import Error
 
 _PACKAGE = Path(__file__).parents[1]
-_START = _PACKAGE / "run.py"
+_START = _PACKAGE / "run" / "rank.py"
 _EXAMPLES = _PACKAGE / "examples"
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 _LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))

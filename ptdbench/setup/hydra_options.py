@@ -48,7 +48,7 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
     if composed.is_sweep:
         require(_misplaced(composed))
     if composed.searches:
-        require(*_unfit_for_search(composed, world, goes_on))
+        require(*_unfit_for_search(composed, goes_on))
 
 
 def unresolved(composed: Composed) -> Iterator[Problem]:
@@ -149,17 +149,13 @@ def _of_launcher(composed: Composed) -> dict[str, str]:
     return {name: value for name, value in own.items() if name.startswith("hydra.launcher.")}
 
 
-def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | None) -> Iterator[Problem]:
+def _unfit_for_search(composed: Composed, goes_on: Path | None) -> Iterator[Problem]:
     """Yield problems that would prevent a search from working.
 
     The basic sweeper's runs are known when the command line is read. Those of a search are not: two runs, with the
     first and with the last value of everything searched, stand for all and are checked before anything starts.
     """
-    name = composed.sweeper
-    if world and world.size > 1:
-        rule = f"each of the {world.size} ranks that {world.launcher} started would search by itself"
-        yield Problem(SWEEPER, name, rule, "start it with plain python, here or with cluster=slurm")
-    first = composed.configs[0]
+    name, first = composed.sweeper, composed.configs[0]
     if isinstance(first.cluster, Slurm) and first.cluster.submit == "detach":
         rule = f"{SWEEPER}={name} needs the results of its jobs before it can choose the next ones"
         yield Problem("cluster.submit", "detach", rule, "try wait")

@@ -163,9 +163,7 @@ def build(config: Config, layout: BatchPlan, *, on_gpu: bool, counts: bool) -> T
     return TrainingSpec(config, *parts, model.tied(), pinned, flops)
 
 
-def specify(
-    config: Config, world_size: Callable[[Callable[[int], int]], int], *, on_gpu: bool = False
-) -> TrainingSpec:
+def specify(config: Config, world_size: Callable[[Callable[[int], int]], int], *, on_gpu: bool = False) -> TrainingSpec:
     """Specify a training run.
 
     ``world_size`` returns the number of ranks, given the strategy's rule for how many devices to use; ``on_gpu`` says

@@ -143,12 +143,6 @@ class TestSearch:
     def test_results_that_come_too_late_or_tell_nothing(self, words, said):
         assert refused(*self.WORDS, *words.split()) == Abridged(said)
 
-    def test_ranks_that_would_each_search_by_themselves_or_draw_other_values(self, tmp_path):
-        told = "hydra/sweeper=optuna: each of the 2 ranks that torchrun …; start it with plain python, …"
-        assert refused(*self.WORDS, world=World(1, 2, 1, 2, "torchrun")) == Abridged(told)
-        told = "…drawn without a seed, …; start another sweep; one that can be resumed sets hydra.sweeper.sampler.seed"
-        assert refused(*self.WORDS, goes_on=tmp_path) == Abridged(told)
-
     @pytest.mark.parametrize(
         ("typed", "file", "direction", "rate"),
         [
