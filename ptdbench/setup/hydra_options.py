@@ -53,21 +53,16 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
 
 def unresolved(composed: Composed) -> Iterator[Problem]:
     """Yield what keeps a run's directory or environment variables from being known: references without a value."""
-    for whole, read in zip(composed.wholes, composed.configs, strict=True):
+    for whole in composed.wholes:
         hydra = numbered(whole, 0).hydra
-        variables = [(hydra.job.env_set, name) for name in hydra.job.env_set]
-        places = [(hydra.sweep, "dir"), (hydra.sweep, "subdir")] if composed.is_sweep else [(hydra.run, "dir")]
-        for node, name in [*places, *variables]:
-            try:
-                node[name]
-            except OmegaConfBaseException as error:
-                names = [one for one in leaves(read.resolved) if one[0].endswith((".name", ".label"))]
-                found = [(option, value) for option, value in names if "${" in str(value)]  # as in directories
-                option, value = [*found, (node._get_full_key(name), node._get_node(name)._value())][0]
-                rule = f"refers to something without a value ({first_line(error).rpartition('interpolation: ')[2]})"
-                if "${hydra:" in value:
-                    rule = "ptdbench runs the jobs, not Hydra, so ${hydra:...} has no value"
-                yield Problem(option, value, rule, "give the value itself")
+        try:
+            _ = (hydra.sweep.dir, hydra.sweep.subdir) if composed.is_sweep else hydra.run.dir
+            dict(hydra.job.env_set)
+        except OmegaConfBaseException as error:
+            written: Any = OmegaConf.to_container(whole, resolve=False)
+            rule = f"refers to something without a value ({first_line(error).rpartition('interpolation: ')[2]})"
+            option = str(error.full_key)
+            yield Problem(option, dict(leaves(written)).get(option), rule, "give the value itself")
 
 
 def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
@@ -121,7 +116,7 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
         require(Problem("hydra.mode", "RUN", f"cluster={cluster.name} submits jobs, which is a sweep", "omit it"))
     if world and launcher.startswith("submitit"):
         who = f"rank {world.rank} of {world.size} that {world.launcher} started"
-        rule = f"this is {who}; each would submit the jobs again"
+        rule = f"this is {who}, and jobs are submitted by a process of its own"
         remedy = "start it with plain python, or omit cluster and launcher to run on these ranks"
         name, value = ("cluster", cluster.name) if submits else (LAUNCHER, launcher)
         require(Problem(name, value, rule, remedy))
