@@ -163,16 +163,6 @@ def describe_exits(exit_codes: Mapping[int, int], world_size: int, oom_kills: in
     return failures
 
 
-def without_result() -> Failure:
-    """Report that all ranks ended with status 0 without closing the record."""
-    return Failure(-1, "ExitStatus", "every rank ended with exit status 0 and without a result", exit_code=0)
-
-
-def stuck(rank: int, message: str, stacks: str) -> Failure:
-    """Report a rank that hangs and therefore cannot report itself."""
-    return Failure(rank, "TimeoutError", message, stacks)
-
-
 def crash_file(folder: Path, rank: int) -> Path:
     """Return the file, in the folder of reports, for the stacks of a rank that crashes in native code."""
     return folder / _CRASH.format(rank)
