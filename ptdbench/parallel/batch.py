@@ -40,8 +40,8 @@ class BatchPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name, as stored in a record; ``data`` is the number of replicas."""
-        own = asdict(self)
-        return {"data": self.replicas, **own.pop("dims"), **own}
+        numbers = asdict(self)
+        return {"data": self.replicas, **numbers.pop("dims"), **numbers}
 
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> BatchPlan:

@@ -28,22 +28,15 @@ CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "activations",
 GROUPS = ("cluster", "train", "eval", "checkpoint", "profile", "sweep", "repeat", *CALLS)
 
 #: Numbers with a range.
-Natural, Count = Annotated[int, at_least(0)], Annotated[int, at_least(1)]
+Natural = Annotated[int, at_least(0)]
+Count = Annotated[int, at_least(1)]
 Minutes = Annotated[float, Limit(lambda limit: limit > 0, "must be greater than 0, or null for no limit")]
 Memory = Annotated[float, Limit(lambda memory: memory >= 0, "must be at least 0, and 0 is all that a node has")]
 Norm = Annotated[float, Limit(lambda norm: norm > 0, "must be greater than 0, or null for no clipping")]
-Share = Annotated[float, Limit(lambda share: 0 <= share < 1, "must be at least 0 and less than 1", "try 0.02")]
-Decay = Annotated[
-    float, Limit(lambda decay: 0 < decay < 1, "must be between 0 and 1, or null for no average", "try 0.999")
-]
-Reserve = Annotated[
-    float,
-    Limit(
-        lambda part: 0 <= part < 1,
-        "must be at least 0 and less than 1, or null to start a run whatever it needs",
-        "try 0.1",
-    ),
-]
+_SHARE = Limit(lambda share: 0 <= share < 1, "must be at least 0 and less than 1", "try 0.02")
+Share = Annotated[float, _SHARE]
+Reserve = Annotated[float, Limit(_SHARE.holds, f"{_SHARE.rule}, or null to start a run whatever it needs", "try 0.1")]
+Decay = Annotated[float, Limit(lambda ema: 0 < ema < 1, "must be between 0 and 1, or null for no average", "try 0.999")]
 
 #: The remedy for a choice whose file lacks required keys.
 _INHERIT = "a file that changes another choice of its group begins with defaults: [NAME, _self_]"
