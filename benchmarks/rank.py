@@ -47,7 +47,7 @@ def job_of(config: Config, job: Job) -> Job:
 
 def _built(config: Config, world: World) -> RunSpec:
     training = run_spec.specify(config, world).training
-    return run_spec.build(config, training and training.layout, world)
+    return run_spec.build(config, training.layout if training else None, world)
 
 
 def _in_rank(

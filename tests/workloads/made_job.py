@@ -27,7 +27,7 @@ def job(directory: Path, configuration: DictConfig) -> Job:
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), "local")
     asked = config.read(configuration)
     specified = run_spec.specify(asked, world).training
-    spec = run_spec.build(asked, specified and specified.layout, world)
+    spec = run_spec.build(asked, specified.layout if specified else None, world)
     store = dist.PrefixStore(str(directory), dist.distributed_c10d._get_default_store())
     dog = Watchdog(world, store, directory, math.inf, lambda *_: None)
     return Job(spec, world, [], store, torch.device("cpu"), directory, Stopwatch(0.0), dog)
