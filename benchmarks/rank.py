@@ -17,10 +17,11 @@ import torch
 from ptdbench.job import Job
 from ptdbench.launch import local, peers, rendezvous
 from ptdbench.launch.watchdog import Watchdog
-from ptdbench.launch.world import discover
+from ptdbench.launch.world import World, discover
 from ptdbench.measure.clock import Stopwatch
 from ptdbench.setup import run_spec
 from ptdbench.setup.config import Config
+from ptdbench.setup.run_spec import RunSpec
 
 
 def on_ranks(config: Config, body: Callable[..., Any], *arguments: Any, within: str | None = None) -> Any:
@@ -41,7 +42,12 @@ def on_ranks(config: Config, body: Callable[..., Any], *arguments: Any, within: 
 
 def job_of(config: Config, job: Job) -> Job:
     """Return the job of another run of the same ranks, in their process group."""
-    return replace(job, spec=run_spec.specify(config, job.world))
+    return replace(job, spec=_built(config, job.world))
+
+
+def _built(config: Config, world: World) -> RunSpec:
+    training = run_spec.specify(config, world).training
+    return run_spec.build(config, training.layout if training else None, world)
 
 
 def _in_rank(
@@ -51,7 +57,7 @@ def _in_rank(
     world = discover(os.environ)
     assert world is not None  # local.start has just said who this is, in torchrun's words
     world = replace(world, launcher="local")
-    spec = run_spec.specify(config, world)
+    spec = _built(config, world)
     device = spec.device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

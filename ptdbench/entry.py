@@ -83,7 +83,7 @@ def _main() -> int:
             return hydra_output.show_configs(arguments, composed)
         return hydra_output.shown_by_hydra(arguments, source.conf)
     hydra_options.check(composed, world, line.goes_on)
-    blocks.check(composed, world, line.goes_on)
+    blocks.check(composed, line.goes_on)
     cluster = composed.configs[0].cluster  # the same for all jobs, except for their shape
     return _on_cluster(composed, cluster, line) if isinstance(cluster, Slurm) else _here(composed, world, line)
 
@@ -196,14 +196,10 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
     else:
         prepare_ranks(composed.configs)
     with transient(f"checking {plural(len(composed.overrides), 'run')}…", sys.stderr):  # during the imports, too
-        from ptdbench.launch import devices
         from ptdbench.setup import run_spec
         from ptdbench.sweep import requests
         from ptdbench.sweep.agenda import Agenda
 
-        if world:
-            for read in composed.configs:
-                devices.check(world, str(read.resolved.get("device")), str(read.resolved.get("backend")))
         runs = requests.of_machine(composed, world, line.goes_on)
     if line.goes_on and not composed.is_sweep and runs[0].summary:
         run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)

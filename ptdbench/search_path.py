@@ -40,6 +40,13 @@ def standard() -> list[str]:
     return [entry for entry in sys.path if entry == _STANDARD or entry.endswith("lib-dynload")]
 
 
+def inherited() -> dict[str, str]:
+    """Return the variables with which another process finds this package and the user's modules as this one does."""
+    script, path = Path(sys.argv[0]).resolve(), os.environ.get("PYTHONPATH")
+    folders = [*([str(script.parent)] if script.name == "train.py" else []), *([path] if path else [])]
+    return {FOLDER: str(Path.cwd()), **({"PYTHONPATH": os.pathsep.join(folders)} if folders else {})}
+
+
 @contextmanager
 def safe() -> Iterator[None]:
     """Within the context, processes of :mod:`multiprocessing`, which start with ``-c``, start in a harmless folder."""

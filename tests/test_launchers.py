@@ -24,7 +24,7 @@ from tests.programs import TORCHRUN, TRAIN, call
 pytestmark = pytest.mark.ranks
 
 AGENT = (sys.executable, "-m", "torch.distributed.run")
-HELLO = ("workload=hello", "device=cpu")
+HELLO = ("workload=hello",)  # with any device, on which the ranks have to agree
 TOY = ("model=toy", "train.steps=4", "device=cpu")
 
 Done = subprocess.CompletedProcess[str]

@@ -215,7 +215,7 @@ class TestRefused:
         done = run("srun", "--ntasks=2", *TRAIN, *TOY)
         assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
         assert [line for line in done.stderr.splitlines() if not line.startswith(("srun: ", "  "))] == [
-            "cluster=slurm: this is rank 0 of 2 that srun started; each would submit the jobs again; "
+            "cluster=slurm: this is rank 0 of 2 that srun started, and jobs are submitted by a process of its own; "
             "start it with plain python, or omit cluster and launcher to run on these ranks"
         ]
         assert len(jobs() - before) == 1  # the srun itself

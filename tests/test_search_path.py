@@ -82,3 +82,14 @@ def test_deleted_current_folder_is_refused(tmp_path, environ, command):
     said = "current directory=.: was deleted; change to another one, also if one of its name exists again\n"
     assert (done.returncode, done.stderr) == (1, said)
     assert os.listdir(tmp_path) == []
+
+
+def test_other_processes_find_the_modules_that_this_one_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/repository/train.py"])
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    folder = {"PTDBENCH_FOLDER": str(tmp_path)}
+    assert search_path.inherited() == {**folder, "PYTHONPATH": f"/repository{os.pathsep}/mine"}
+    monkeypatch.setattr(sys, "argv", ["/bin/ptdbench"])
+    monkeypatch.delenv("PYTHONPATH")
+    assert search_path.inherited() == folder

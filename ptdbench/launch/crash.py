@@ -22,17 +22,13 @@ _SIGNALS = {
 
 _STDERR = 2
 
-#: For each :func:`kept` context, whether stacks went to stderr before.
-_before: list[bool] = []
-
 
 @contextmanager
 def kept(path: Path) -> Iterator[None]:
     """Within the context, write the stacks of a crash in native code to a file.
 
-    A signal handler cannot create the file: it exists from the start, and is removed if there was no crash. If stacks
-    went to stderr before, as torchrun requests, they do so again afterwards, and in a forked child. If the file cannot
-    be created, nothing changes.
+    A signal handler cannot create the file: it exists from the start, and is removed if there was no crash. Afterwards,
+    and in a forked child, stacks go to stderr. If the file cannot be created, nothing changes.
     """
     file = None
     with suppress(OSError):
@@ -44,26 +40,21 @@ def kept(path: Path) -> Iterator[None]:
     if file is None:
         yield
         return
-    _before.append(faulthandler.is_enabled())
     faulthandler.enable(file)
     try:
         yield
     finally:
-        _restore()
+        _to_stderr()
         file.close()
         discard_empty(path)
 
 
-def _restore() -> None:
-    if not _before:
-        return
-    if _before.pop():
+def _to_stderr() -> None:
+    if faulthandler.is_enabled():
         faulthandler.enable(_STDERR)
-    else:
-        faulthandler.disable()
 
 
-os.register_at_fork(after_in_child=_restore)  # a worker process forked by a rank is not the rank
+os.register_at_fork(after_in_child=_to_stderr)  # a worker process forked by a rank is not the rank
 
 
 def discard_empty(path: Path) -> None:

@@ -14,6 +14,8 @@ import multiprocessing.resource_tracker
 import os
 import resource
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +32,7 @@ import psutil
 from ptdbench import search_path
 from ptdbench.launch import forced_exit
 from ptdbench.launch.address import HERE, listen
-from ptdbench.launch.lifetime import die_with_parent
+from ptdbench.launch.lifetime import die_with_parent, wait_for
 from ptdbench.launch.settings import added
 from ptdbench.launch.world import THIS_MACHINE, Place, local_environments
 from ptdbench.problems import ConfigError, Problem
@@ -61,10 +63,6 @@ _MOMENT = 0.5
 
 #: Number of Ctrl-C presses after which the ranks are not waited for any longer.
 _INSISTS = 3
-
-#: Maximum length of a Unix socket's name, and the part of it that multiprocessing appends to the folder.
-_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-_SOCKET_NAME = len("/pymp-12345678/listener-12345678")
 
 #: Required address space in bytes: with 2.9 GiB, torch 2.14 for CUDA cannot be imported; with 3.4 GiB, ranks cannot
 #: start.
@@ -105,15 +103,15 @@ class LaunchError(Exception):
 
 
 def check_sockets() -> None:
-    """Raise ConfigError if no temporary folder is usable, or its name is too long for the fork server's socket."""
+    """Raise ConfigError if no temporary folder can hold the Unix socket through which ranks are started."""
     try:
-        folder = tempfile.gettempdir()
-    except FileNotFoundError as error:  # all folders that Python tried are read-only or full
-        given, remedy = os.environ.get("TMPDIR", "(not set)"), "free some space, or set it to a writable folder"
-        raise ConfigError([Problem("TMPDIR", given, str(error.strerror), remedy)]) from None
-    if len(os.fsencode(folder)) > _SOCKET_BYTES - _SOCKET_NAME:
-        rule = f"at most {_SOCKET_BYTES - _SOCKET_NAME} bytes, as ranks are started through a Unix socket in it"
-        raise ConfigError([Problem("TMPDIR", folder, rule, "try TMPDIR=/tmp")])
+        with socket.socket(socket.AF_UNIX) as probe, tempfile.TemporaryDirectory(prefix="pymp-") as folder:
+            probe.bind(f"{folder}/listener-12345678")  # as multiprocessing will
+    except OSError as error:  # read-only, full, or the name is too long
+        given, reason = os.environ.get("TMPDIR", "(not set)"), error.strerror or str(error)
+        raise ConfigError(
+            [Problem("TMPDIR", given, reason, "set it to a folder with free space, such as /tmp")]
+        ) from None
 
 
 def check_address_space() -> None:
@@ -226,6 +224,26 @@ def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
         for number, previous in before.items():
             # None stands for a handler not installed from Python, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+
+def attended(command: Sequence[str], **options: Any) -> tuple[int, int | None]:
+    """Run a command in a session of its own, which Ctrl-C does not reach, and forward stop signals to it.
+
+    ``options`` are those of :class:`subprocess.Popen`. Returns its exit status, and the first stop signal if one came.
+    """
+    noted: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, _: object) -> None:
+        noted.append(number)
+        if child is not None:
+            child.send_signal(number)
+
+    with handling(forward):
+        child = subprocess.Popen(command, start_new_session=True, **options)
+        for number in noted:  # signals that arrived before the process existed
+            child.send_signal(number)
+        return wait_for(child), next(iter(noted), None)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from ptdbench.parallel.dims import Dims
@@ -39,8 +40,14 @@ class BatchPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name, as stored in a record; ``data`` is the number of replicas."""
-        fields = asdict(self)
-        return {"data": self.replicas, **fields.pop("dims"), **fields}
+        numbers = asdict(self)
+        return {"data": self.replicas, **numbers.pop("dims"), **numbers}
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any]) -> BatchPlan:
+        """Return the plan that :meth:`as_dict` wrote; a degree that is not among the fields is 1."""
+        dims = Dims(**{name: written.get(name) or 1 for name in Dims.rows()})
+        return cls(dims, **{field.name: written[field.name] for field in fields(cls) if field.name != "dims"})
 
 
 def check_share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) -> None:

@@ -24,7 +24,7 @@ from ptdbench.problems import said
 from ptdbench.records.schema import Error
 
 _PACKAGE = Path(__file__).parents[1]
-_START = _PACKAGE / "run.py"
+_START = _PACKAGE / "run" / "rank.py"
 _EXAMPLES = _PACKAGE / "examples"
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 _LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
@@ -161,16 +161,6 @@ def describe_exits(exit_codes: Mapping[int, int], world_size: int, oom_kills: in
                 failure = replace(failure, unheard=others)
             failures.append(failure)
     return failures
-
-
-def without_result() -> Failure:
-    """Report that all ranks ended with status 0 without closing the record."""
-    return Failure(-1, "ExitStatus", "every rank ended with exit status 0 and without a result", exit_code=0)
-
-
-def stuck(rank: int, message: str, stacks: str) -> Failure:
-    """Report a rank that hangs and therefore cannot report itself."""
-    return Failure(rank, "TimeoutError", message, stacks)
 
 
 def crash_file(folder: Path, rank: int) -> Path:

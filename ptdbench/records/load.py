@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
@@ -131,16 +131,13 @@ def read(path: Path, damaged: list[str] | None = None) -> list[RunRecord]:
 
     Damaged ones are reported on standard error, even if nothing can be read, and added to ``damaged``.
     """
-    with warnings.catch_warnings(record=True) as damage:
-        warnings.simplefilter("always")
-        try:
-            loaded = load(path)
-        finally:
-            messages = [str(warning.message) for warning in damage]
-            for message in messages:
-                echo(message, sys.stderr)
-            if damaged is not None:
-                damaged += messages
+
+    def tell(message: str) -> None:
+        echo(message, sys.stderr)
+        if damaged is not None:
+            damaged.append(message)
+
+    loaded = _loaded(path, tell)
     runs = [loaded] if isinstance(loaded, Run) else loaded
     return [run.record.with_directory(str(run.directory)) for run in runs]
 
@@ -157,10 +154,13 @@ def load(path: str | Path) -> Run | Runs:
         FileNotFoundError: There are no records.
         ptdbench.records.store.Damaged: ``path`` is the directory of a run, whose record is damaged.
     """
-    path = Path(path)
+    return _loaded(Path(path), warnings.warn)
+
+
+def _loaded(path: Path, tell: Callable[[str], object]) -> Run | Runs:
     if is_run(path):
         return Run(store.read_record(path), path)
-    if runs := _of_results(path) if path.is_file() else _of_folder(path):
+    if runs := _of_results(path, tell) if path.is_file() else _of_folder(path, tell):
         return runs
     if path.is_file() or store.holding(path, store.RECORD, store.RESULTS):
         raise FileNotFoundError(f"{path}: no record there or below can be read")
@@ -170,26 +170,26 @@ def load(path: str | Path) -> Run | Runs:
     raise FileNotFoundError(f"{path}: {rule}; give the directory of a run or of a sweep, or a folder of them")
 
 
-def _of_results(path: Path) -> Runs:
+def _of_results(path: Path, tell: Callable[[str], object]) -> Runs:
     if path.name != store.RESULTS:
         raise FileNotFoundError(f"{path}: is not a {store.RESULTS}; give that or a directory")
     sweep = path.parent
-    records = store.read_results(sweep, warnings.warn)
+    records = store.read_results(sweep, tell)
     return Runs(Run(record, sweep / store.below(sweep, record.directory)) for record in records)
 
 
-def _of_folder(folder: Path) -> Runs:
+def _of_folder(folder: Path, tell: Callable[[str], object]) -> Runs:
     """Read the runs from their own records, or from a sweep's results if only those were kept."""
     runs = {}
     for directory in store.holding(folder, store.RECORD):
         try:
             runs[directory] = Run(store.read_record(directory), directory)
         except store.Damaged as damage:
-            warnings.warn(str(damage), stacklevel=3)
+            tell(str(damage))
         except OSError as error:
-            warnings.warn(f"{directory / store.RECORD}: cannot be read: {error.strerror}", stacklevel=3)
+            tell(f"{directory / store.RECORD}: cannot be read: {error.strerror}")
     for sweep in store.holding(folder, store.RESULTS):
-        runs = {run.directory: run for run in _of_results(sweep / store.RESULTS)} | runs
+        runs = {run.directory: run for run in _of_results(sweep / store.RESULTS, tell)} | runs
     return Runs(runs[directory] for directory in sorted(runs, key=_in_order))
 
 

@@ -7,16 +7,16 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from ptdbench.files import strict
 from ptdbench.problems import as_typed, in_shell
-from ptdbench.records import run_record, schema, store
+from ptdbench.records import schema, store
 from ptdbench.records.effects import affects, leaves, options_affecting
 from ptdbench.records.failure import Failure, status_of
-from ptdbench.records.run_record import UNFINISHED, RunRecord, start_command
+from ptdbench.records.run_record import UNFINISHED, RunRecord, option, start_command
 from ptdbench.records.schema import Configuration, Draft, Owner, Written
 from ptdbench.terminal import sources
 
@@ -43,15 +43,16 @@ def begin(
     ``None`` if unknown, and ``owner`` the process that starts the run, ``None`` if it is not started yet.
     """
     message = "the run is still running, or was killed before it could record how it ended"
-    record: Draft = dict.fromkeys(FIELDS) | {"config": strict(config, str)}
-    return record | {
+    written = strict(config, str)
+    return dict.fromkeys(FIELDS) | {
+        "config": written,
         "status": "failed",
         "schema": schema.SCHEMA,
-        "workload": option(record, "workload.name", str) or "-",
-        "model": option(record, "model.name", str),
-        "parallel": option(record, "parallel.name", str),
-        "global_batch": option(record, "train.global_batch", schema.Degree),
-        "precision": option(record, "precision", str),
+        "workload": option(written, "workload.name", str) or "-",
+        "model": option(written, "model.name", str),
+        "parallel": option(written, "parallel.name", str),
+        "global_batch": option(written, "train.global_batch", schema.Degree),
+        "precision": option(written, "precision", str),
         "fingerprint": fingerprint(config),
         "overrides": None if overrides is None else list(overrides),
         "sources": None if overrides is None else sources(),
@@ -80,11 +81,6 @@ def started(record: Written, directory: Path, environment: Mapping[str, object],
 def configuration(record: Written) -> Configuration:
     """Return the resolved configuration in a record; empty if there is none."""
     return record.get("config") or {}
-
-
-def option(record: Written, name: str, kind: Any) -> Any:
-    """Return an option of the recorded configuration by its dotted name; ``None`` if missing or of another type."""
-    return run_record.option(configuration(record), name, kind)
 
 
 def failed(record: Written, failure: Failure) -> Draft:

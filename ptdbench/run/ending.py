@@ -185,7 +185,7 @@ def watchdog(read: config.Config, world: World, run_store: dist.Store, attempt: 
     """Return a watchdog that ends the run if a rank is stuck, and records which rank it was."""
 
     def report_stuck(rank: int, message: str, stacks: str) -> None:
-        stuck = failure.stuck(rank, message, stacks)
+        stuck = failure.Failure(rank, "TimeoutError", message, stacks)  # which cannot report it itself
         with suppress(OSError):
             failure.write_failure(attempt.failures, stuck)
         _conclude(world, attempt, stuck)

@@ -11,7 +11,7 @@ from ptdbench.planning.tries import with_found_micro_batch
 from ptdbench.problems import ConfigError
 from ptdbench.records import failure, ledger, ownership, record, store
 from ptdbench.run import door
-from ptdbench.setup import hydra_output, run_spec
+from ptdbench.setup import run_spec
 from ptdbench.setup.config import of_record
 from ptdbench.terminal import echo
 
@@ -31,7 +31,7 @@ def reopen(directory: Path, world: World | None) -> bool:
     if world and not earlier.owner and earlier.world_size == world.size:
         return True
     config = of_record(earlier.written)
-    variables = earlier.variables or hydra_output.recorded_environment(directory)
+    variables = earlier.variables or {}
     draft = record.begin(config.resolved, directory, {}) | {"variables": variables}
     refused = None
     try:

@@ -16,6 +16,7 @@ from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World
 from ptdbench.measure import hardware, memory
 from ptdbench.measure.clock import Stopwatch
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.planning import tries
 from ptdbench.problems import ConfigError
 from ptdbench.records import failure, store
@@ -47,7 +48,7 @@ def of_launcher(world: World, attempt: Attempt, watch: Stopwatch, heading: Headi
     with crash.kept(failure.crash_file(attempt.failures, world.rank)):
         try:
             rendezvous.export(world, os.environ)  # a user's model may read its rank when it is constructed
-            spec = _specify(attempt, world, watch)
+            spec = _built(attempt, world, watch)
         except ConfigError as error:
             refused = error
         except BaseException as error:
@@ -63,7 +64,7 @@ def of_launcher(world: World, attempt: Attempt, watch: Stopwatch, heading: Headi
 
 
 def take_part(world: World, attempt: Attempt, watch: Stopwatch, heading: Heading, spec: RunSpec | None = None) -> None:
-    """Execute one rank's part of a run; rank 0 displays progress under ``heading``. ``spec`` if already specified.
+    """Execute one rank's part of a run; rank 0 displays progress under ``heading``. ``spec`` if already built.
 
     Raises:
         SystemExit: The run failed here; the reason is in the run's directory.
@@ -72,7 +73,7 @@ def take_part(world: World, attempt: Attempt, watch: Stopwatch, heading: Heading
     with crash.kept(failure.crash_file(attempt.failures, world.rank)):
         try:
             with ending.witness(world, attempt), Display(heading if world.is_first else None) as display:
-                _work(spec or _specify(attempt, world, watch), world, attempt, watch, display)
+                _work(spec or _built(attempt, world, watch), world, attempt, watch, display)
         except BaseException as error:
             _report(world, attempt, error)
 
@@ -87,15 +88,16 @@ def _report(world: World, attempt: Attempt, error: BaseException) -> NoReturn:
     raise SystemExit(1) from error
 
 
-def _specify(attempt: Attempt, world: World, watch: Stopwatch) -> RunSpec:
-    """Return the specification of the run, from its record; raises ConfigError if this rank cannot execute it."""
+def _built(attempt: Attempt, world: World, watch: Stopwatch) -> RunSpec:
+    """Build the specification of the run from its record; raises ConfigError if this rank cannot execute it."""
     watch.lap("import")
     record = store.read_record(attempt.directory)
     config = tries.with_found_micro_batch(of_record(record.written), record)
+    layout = BatchPlan.of(record.written["layout"]) if record.layout.data else None
     if not world.started_by.has_parent:
         devices.check(world, str(config.resolved.get("device")), str(config.resolved.get("backend")))
     devices.select(world, str(config.resolved.get("device")))
-    spec = run_spec.specify(config, world)
+    spec = run_spec.build(config, layout, world)
     if not (world.started_by.has_parent and spec.device_type == "cpu"):  # the parent has checked the host
         warning = run_spec.check_memory(spec, world)
         if warning and world.is_first:

@@ -53,7 +53,8 @@ def start(config: Config, attempt: Attempt, watch: Stopwatch, heading: Heading) 
         conclude(attempt, failure.describe(stop, rank=-1))
         raise
     else:
-        ending.fail_if_open(attempt, failure.without_result())
+        reason = "every rank ended with exit status 0 and without a result"
+        ending.fail_if_open(attempt, failure.of_launcher("ExitStatus", reason))
     finally:
         failure.clear(attempt.failures)
 

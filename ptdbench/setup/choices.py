@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -98,9 +97,6 @@ def _not_found(option: str, target: str, error: Exception) -> Problem:
         return Problem(option, target, rule)
     cause = error.__cause__ or error
     cause = cause.__cause__ or cause
-    module, _, last = target.rpartition(".")
-    if module in sys.modules and isinstance(cause, ModuleNotFoundError) and cause.name == target:
-        return Problem(option, target, f"there is no {last} in {getattr(sys.modules[module], '__file__', module)}")
     remedy = "it is searched for in the current directory, in PYTHONPATH and among installed packages"
     return Problem(option, target, f"cannot be imported: {first_line(cause)}", remedy)
 

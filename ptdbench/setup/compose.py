@@ -42,9 +42,6 @@ _REFUSALS = (HydraException, OmegaConfBaseException, ValueError, IndexError)
 #: Prefixes of a launcher's choice and options.
 _LAUNCHERS = (LAUNCHER, "hydra.launcher.")
 
-#: Hydra's message if a choice overrides choices inside its own package, which has none.
-_MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.")
-
 #: Modules of the callables in ``conf/`` whose options are all there.
 _SHIPPED = re.compile(r"torch\.|ptdbench\.(?!examples\.)")
 
@@ -418,15 +415,8 @@ def _problem(config_name: str, override: Override, word: str, sound: Sequence[st
     """Explain why Hydra refuses one ``word`` of an override, beside the ``sound`` ones of the command line."""
     name, typed, value = override.key_or_group, _typed_value(override), word.partition("=")[2]
     choices = _choices(name) if _is_group(name) else []
-    if misplaced := _MISPLACED.match(str(refused)):
-        return _of_no_package(misplaced[1], misplaced[2])
     if choices and value not in choices and not (override.package or override.is_delete()):
         return Problem(name, value, "there is no such choice", try_these(nearest(value, choices) or choices))
-    if choices and override.is_add():
-        return Problem(word.partition("=")[0], typed, "it already has a choice", f"try {in_shell(name, typed)}")
-    if name.startswith(_PARAMS):
-        rule = "cannot be given on the command line where no file has it: Hydra fails"
-        return Problem(name, typed, rule, "give the lists themselves, as in -m optimizer.lr=0.1,0.2")
     if choices or "To append" not in str(refused):
         return Problem(word.partition("=")[0], typed, _reason(refused))
     return Problem(name, typed, "there is no such option", _meant(config_name, override, sound))
@@ -435,8 +425,6 @@ def _problem(config_name: str, override: Override, word: str, sound: Sequence[st
 def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
     """Return what to type for an option that does not exist."""
     name, whole = override.key_or_group, _compose(config_name, sound)
-    if name.startswith("hydra.") and OmegaConf.select(whole, name.rpartition(".")[0]) != {}:
-        return f"see {command()} --cfg hydra"
     (group, _, last), options = name.rpartition("."), _options(whole)
     beside = OmegaConf.select(whole, group) if group else None
     target = str(beside.get("_target_", "")) if isinstance(beside, DictConfig) else ""
@@ -444,7 +432,8 @@ def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
     if beside == {} or is_own:  # keys of the user's own, as in cluster.extra, or arguments of a class
         near = nearest(last, [one.removeprefix(f"{group}.") for one in options if one.startswith(f"{group}.")])
         return try_these([*(f"{group}.{one}" for one in near), in_shell(f"+{name}", _typed_value(override))])
-    return try_these(_similar(name, [*_groups(), *options])) or f"see {command()} --cfg job"
+    shown = "hydra" if name.startswith("hydra.") else "job"
+    return try_these(_similar(name, [*_groups(), *options])) or f"see {command()} --cfg {shown}"
 
 
 def _reason(error: Exception) -> str:

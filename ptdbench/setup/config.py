@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,6 +17,7 @@ from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.records.record import DIRECTIONS, Objective, configuration
 from ptdbench.records.schema import Written
 from ptdbench.setup import signature
+from ptdbench.setup.signature import Limit, at_least
 from ptdbench.terminal import command, has_controls
 
 T = TypeVar("T")
@@ -26,26 +27,16 @@ T = TypeVar("T")
 CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "activations", "workload", "virtual", "logger")
 GROUPS = ("cluster", "train", "eval", "checkpoint", "profile", "sweep", "repeat", *CALLS)
 
-#: The minimum of each whole-number option; with its group where the name is ambiguous.
-LEAST = {
-    "global_batch": 1, "micro_batch": 1, "steps": 1, "warmup_steps": 0, "nodes": 1, "ranks_per_node": 1,
-    "cpus_per_rank": 1, "gpus_per_node": 0, "time_minutes": 1, "max_requeues": 0, "every_steps": 1, "keep": 1,
-    "seed": 0, "every": 1, "profile.steps": 0, "runs": 1, "max": 3, "block": 0,
-}  # fmt: skip
-
-#: Ranges of other numbers: a test, which NaN always fails, the rule in words, and what to try.
-RANGES: dict[str, tuple[Callable[[float], bool], str, str]] = {
-    "max_minutes": (lambda limit: limit > 0, "must be greater than 0, or null for no limit", ""),
-    "timeout_minutes": (lambda limit: limit > 0, "must be greater than 0, or null for no limit", ""),
-    "mem_gb": (lambda memory: memory >= 0, "must be at least 0, and 0 is all that a node has", ""),
-    "clip_norm": (lambda norm: norm > 0, "must be greater than 0, or null for no clipping", ""),
-    "memory_reserve": (
-        lambda part: 0 <= part < 1, "must be at least 0 and less than 1, or null to start a run whatever it needs",
-        "try 0.1",
-    ),
-    "tied_within": (lambda share: 0 <= share < 1, "must be at least 0 and less than 1", "try 0.02"),
-    "ema": (lambda decay: 0 < decay < 1, "must be between 0 and 1, or null for no average", "try 0.999"),
-}  # fmt: skip
+#: Numbers with a range.
+Natural = Annotated[int, at_least(0)]
+Count = Annotated[int, at_least(1)]
+Minutes = Annotated[float, Limit(lambda limit: limit > 0, "must be greater than 0, or null for no limit")]
+Memory = Annotated[float, Limit(lambda memory: memory >= 0, "must be at least 0, and 0 is all that a node has")]
+Norm = Annotated[float, Limit(lambda norm: norm > 0, "must be greater than 0, or null for no clipping")]
+_SHARE = Limit(lambda share: 0 <= share < 1, "must be at least 0 and less than 1", "try 0.02")
+Share = Annotated[float, _SHARE]
+Reserve = Annotated[float, Limit(_SHARE.holds, f"{_SHARE.rule}, or null to start a run whatever it needs", "try 0.1")]
+Decay = Annotated[float, Limit(lambda ema: 0 < ema < 1, "must be between 0 and 1, or null for no average", "try 0.999")]
 
 #: The remedy for a choice whose file lacks required keys.
 _INHERIT = "a file that changes another choice of its group begins with defaults: [NAME, _self_]"
@@ -68,30 +59,30 @@ OmegaConf.register_new_resolver("direction", DIRECTIONS.__getitem__, replace=Tru
 class Train:
     """Options of training; ``conf/config.yaml`` describes those of each group."""
 
-    global_batch: int
-    micro_batch: int | Literal["auto", "max", "best"]
-    steps: int
-    warmup_steps: int
-    max_minutes: float | None
-    clip_norm: float | None
+    global_batch: Count
+    micro_batch: Count | Literal["auto", "max", "best"]
+    steps: Count
+    warmup_steps: Natural
+    max_minutes: Minutes | None
+    clip_norm: Norm | None
     decay: Literal["all", "matrices"]
-    ema: float | None
+    ema: Decay | None
 
 
 @dataclass(frozen=True)
 class Eval:
     """Options of the evaluation on held-out samples."""
 
-    every: int | None
-    micro_batch: int
+    every: Count | None
+    micro_batch: Count
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """Options of the checkpoints of a run."""
 
-    every_steps: int | None
-    keep: int
+    every_steps: Count | None
+    keep: Count
     asynchronous: bool
 
 
@@ -99,7 +90,7 @@ class Checkpoint:
 class Profile:
     """Options of the profiling pass after the timed steps."""
 
-    steps: int
+    steps: Natural
     trace: bool
 
 
@@ -115,11 +106,11 @@ class Sweep:
 class Repeat:
     """Options of repeating each run of a sweep."""
 
-    runs: int | Literal["auto"]
-    max: int
-    tied_within: float
-    seed: int
-    block: int | None
+    runs: Count | Literal["auto"]
+    max: Annotated[int, at_least(3)]
+    tied_within: Share
+    seed: Natural
+    block: Natural | None
     series: str | None
 
 
@@ -128,9 +119,9 @@ class Cluster:
     """The placement of the ranks; ``auto`` takes what is available."""
 
     name: str
-    nodes: int | Literal["auto"]
-    ranks_per_node: int | Literal["auto"]
-    cpus_per_rank: int | Literal["auto"]
+    nodes: Count | Literal["auto"]
+    ranks_per_node: Count | Literal["auto"]
+    cpus_per_rank: Count | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -152,17 +143,17 @@ class Slurm(Cluster):
     submit: Literal["wait", "detach", "test"]
     log: str | None
     chdir: str | None
-    gpus_per_node: int | Literal["auto"]
+    gpus_per_node: Natural | Literal["auto"]
     partition: str | None
     account: str | None
     qos: str | None
     constraint: str | None
     gres: str | None
-    time_minutes: int
-    mem_gb: float | None
+    time_minutes: Count
+    mem_gb: Memory | None
     exclusive: bool
     requeue: bool
-    max_requeues: int
+    max_requeues: Natural
     mail_user: str | None
     mail_type: str | None
     dependency: str | None
@@ -180,15 +171,15 @@ class General:
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp8_tensorwise"]
     compile: Literal[False, "layers", "whole", "autotune"]
     offload: Literal["none", "optimizer_and_weights"]
-    seed: int
+    seed: Natural
     device: Literal["auto", "cpu", "cuda"]
     backend: Literal["auto", "gloo", "nccl"]
     resume: str | None
     reshape: bool
-    timeout_minutes: float | None
+    timeout_minutes: Minutes | None
     check: bool
     objective: Objective
-    memory_reserve: float | None
+    memory_reserve: Reserve | None
 
 
 @dataclass(frozen=True)
@@ -369,19 +360,6 @@ def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> T:
     """Return the options as an object of ``schema``; raises ConfigError if names, types or ranges are wrong."""
-    found = signature.problems(schema, options, group=group) or [*_out_of_range(group, options)]
-    if found:
+    if found := signature.problems(schema, options, group=group):
         raise ConfigError(found).under(group) if group else ConfigError(found)
     return schema(**options)
-
-
-def _out_of_range(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield numbers out of range, independently of all other options."""
-    for option, value in options.items():
-        least = LEAST.get(f"{group}.{option}", LEAST.get(option))
-        if least is not None and isinstance(value, int) and value < least:
-            yield Problem(option, value, f"must be at least {least}")
-    for option, (fits, rule, remedy) in RANGES.items():
-        value = options.get(option)
-        if value is not None and not fits(value):
-            yield Problem(option, value, rule, remedy)

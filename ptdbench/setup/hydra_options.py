@@ -48,26 +48,21 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
     if composed.is_sweep:
         require(_misplaced(composed))
     if composed.searches:
-        require(*_unfit_for_search(composed, world, goes_on))
+        require(*_unfit_for_search(composed, goes_on))
 
 
 def unresolved(composed: Composed) -> Iterator[Problem]:
     """Yield what keeps a run's directory or environment variables from being known: references without a value."""
-    for whole, read in zip(composed.wholes, composed.configs, strict=True):
+    for whole in composed.wholes:
         hydra = numbered(whole, 0).hydra
-        variables = [(hydra.job.env_set, name) for name in hydra.job.env_set]
-        places = [(hydra.sweep, "dir"), (hydra.sweep, "subdir")] if composed.is_sweep else [(hydra.run, "dir")]
-        for node, name in [*places, *variables]:
-            try:
-                node[name]
-            except OmegaConfBaseException as error:
-                names = [one for one in leaves(read.resolved) if one[0].endswith((".name", ".label"))]
-                found = [(option, value) for option, value in names if "${" in str(value)]  # as in directories
-                option, value = [*found, (node._get_full_key(name), node._get_node(name)._value())][0]
-                rule = f"refers to something without a value ({first_line(error).rpartition('interpolation: ')[2]})"
-                if "${hydra:" in value:
-                    rule = "ptdbench runs the jobs, not Hydra, so ${hydra:...} has no value"
-                yield Problem(option, value, rule, "give the value itself")
+        try:
+            _ = (hydra.sweep.dir, hydra.sweep.subdir) if composed.is_sweep else hydra.run.dir
+            dict(hydra.job.env_set)
+        except OmegaConfBaseException as error:
+            written: Any = OmegaConf.to_container(whole, resolve=False)
+            rule = f"refers to something without a value ({first_line(error).rpartition('interpolation: ')[2]})"
+            option = str(error.full_key)
+            yield Problem(option, dict(leaves(written)).get(option), rule, "give the value itself")
 
 
 def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
@@ -121,7 +116,7 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
         require(Problem("hydra.mode", "RUN", f"cluster={cluster.name} submits jobs, which is a sweep", "omit it"))
     if world and launcher.startswith("submitit"):
         who = f"rank {world.rank} of {world.size} that {world.launcher} started"
-        rule = f"this is {who}; each would submit the jobs again"
+        rule = f"this is {who}, and jobs are submitted by a process of its own"
         remedy = "start it with plain python, or omit cluster and launcher to run on these ranks"
         name, value = ("cluster", cluster.name) if submits else (LAUNCHER, launcher)
         require(Problem(name, value, rule, remedy))
@@ -149,17 +144,13 @@ def _of_launcher(composed: Composed) -> dict[str, str]:
     return {name: value for name, value in own.items() if name.startswith("hydra.launcher.")}
 
 
-def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | None) -> Iterator[Problem]:
+def _unfit_for_search(composed: Composed, goes_on: Path | None) -> Iterator[Problem]:
     """Yield problems that would prevent a search from working.
 
     The basic sweeper's runs are known when the command line is read. Those of a search are not: two runs, with the
     first and with the last value of everything searched, stand for all and are checked before anything starts.
     """
-    name = composed.sweeper
-    if world and world.size > 1:
-        rule = f"each of the {world.size} ranks that {world.launcher} started would search by itself"
-        yield Problem(SWEEPER, name, rule, "start it with plain python, here or with cluster=slurm")
-    first = composed.configs[0]
+    name, first = composed.sweeper, composed.configs[0]
     if isinstance(first.cluster, Slurm) and first.cluster.submit == "detach":
         rule = f"{SWEEPER}={name} needs the results of its jobs before it can choose the next ones"
         yield Problem("cluster.submit", "detach", rule, "try wait")

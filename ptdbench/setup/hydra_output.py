@@ -26,15 +26,6 @@ from ptdbench.setup.runs import Run
 from ptdbench.terminal import command, echo
 
 
-def recorded_environment(directory: Path) -> dict[str, str]:
-    """Return the variables that Hydra's files give an earlier run; empty if Hydra was told to write none."""
-    paths = [directory / ".hydra" / name for name in ("config.yaml", "hydra.yaml")]
-    if not all(path.exists() for path in paths):
-        return {}
-    job = DictConfig(OmegaConf.merge(*map(OmegaConf.load, paths)))  # a value may refer to an option
-    return {str(name): str(value) for name, value in job.hydra.job.env_set.items()}
-
-
 def write_files(run: Run, directory: Path, sweep: Path | None) -> None:
     """Write Hydra's three files of a run, unless ``hydra.output_subdir=null``; raises OSError."""
     hydra = dict(run.composed["hydra"])

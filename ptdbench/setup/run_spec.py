@@ -1,7 +1,7 @@
 """Specification of a run: every object that its configuration names, built and checked against the others.
 
-Specifying a run starts no process and writes nothing. The process that the user starts does it once, to find all
-problems before anything happens, and keeps a :class:`Summary`; every rank does it once to execute the run.
+Specifying a run starts no process and writes nothing. The process that opens a run does it once, to find all problems
+before anything happens, and keeps a :class:`Summary` in the record; the ranks :func:`build` it from there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch.world import LAUNCHERS, THIS_MACHINE, Place, World
+from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import module_of, only_loss
 from ptdbench.parallel import fp8
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ErrorCollector, Problem, broken, require
 from ptdbench.profiling.events import NCCL_BUFFERS
@@ -82,7 +84,8 @@ class RunSpec:
             fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision"))
         else:
             layout, tokens = training.layout.as_dict(), training.data.tokens_per_sample
-            fields |= {"parameters": training.parameters, "tokens_per_sample": tokens, "layout": layout}
+            parameters = parameter_count(module_of(training.model))
+            fields |= {"parameters": parameters, "tokens_per_sample": tokens, "layout": layout}
         return Summary(self.world_size, trains=training is not None, fields=fields)
 
     def device(self, local_rank: int) -> torch.device:
@@ -125,16 +128,13 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     trains = workload is not None and workload.trains
     found.catch(lambda: require(*_in_vain(config, trains or workload is None)))
     found.catch(_check_logger, config, trains)
-    is_tried = world is not None and world.launcher == "local"  # by the process that started this rank
-    trained, on_gpu = None, device_type == "cuda"
-    if trains:
-        trained = found.catch(training_spec.specify, config, world_size, on_gpu=on_gpu, is_tried=is_tried)
+    on_gpu = device_type == "cuda"
+    trained = found.catch(training_spec.specify, config, world_size, on_gpu=on_gpu) if trains else None
     size = trained.layout.dims.world_size if trained else found.catch(world_size, lambda available: available)
     found.catch(lambda: require(*_unfit_for_search(config, world, virtual)))
     if virtual and size:
         found.catch(virtual.check_ranks, size)
-    backend = str(config.resolved.get("backend"))
-    backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
+    backend = _backend(config, device_type)
     if trained:
         found.catch(lambda: require(*_unclassified(config, trained)))
         found.catch(_check_fp8, config, trained)
@@ -145,6 +145,18 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     found.close()
     assert workload and size  # noqa: PT018 - one fact
     return RunSpec(config, device_type, backend, size, training=trained, virtual=virtual)
+
+
+def build(config: Config, layout: BatchPlan | None, world: World) -> RunSpec:
+    """Build a rank's specification of a run that another process has specified; nothing is checked again.
+
+    The ``layout`` is that of its record; ``None`` if it does not train. The first rank counts FLOPs.
+    """
+    virtual = choices.virtual(config)
+    device_type = _device_type(config, world.local_size if virtual else torch.cuda.device_count())
+    on_gpu, counts = device_type == "cuda", world.is_first and not virtual
+    training = training_spec.build(config, layout, on_gpu=on_gpu, counts=counts) if layout else None
+    return RunSpec(config, device_type, _backend(config, device_type), world.size, training, virtual)
 
 
 def place(config: Config, size: int) -> Place:
@@ -229,6 +241,11 @@ def _unfit_for_virtual(config: Config, world: World | None) -> Iterator[Problem]
 def _device_type(config: Config, gpus: int) -> str:
     """Return ``cpu`` or ``cuda``; not from ``config.general``, as ranks can be counted despite a wrong root option."""
     return "cpu" if config.resolved.get("device") == "cpu" or gpus == 0 else "cuda"
+
+
+def _backend(config: Config, device_type: str) -> str:
+    chosen = str(config.resolved.get("backend"))
+    return {"cpu": "gloo", "cuda": "nccl"}[device_type] if chosen == "auto" else chosen
 
 
 def _without_gpus(config: Config, world: World | None, gpus: int) -> Iterator[Problem]:

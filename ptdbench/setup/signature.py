@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ptdbench.problems import Problem, as_typed, nearest, try_these
 
@@ -22,6 +23,21 @@ KINDS: dict[Any, Any] = {float: (int, float), int: int, bool: bool, str: str, ty
 _LISTS: dict[tuple[Any, ...], str] = {
     (str,): "a list of text", (int,): "a list of whole numbers", (float,): "a list of numbers",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A range of numbers, as an annotation of an option's type: ``Annotated[int, at_least(1)]``."""
+
+    holds: Callable[[float], bool]  #: Whether a number is inside; false for NaN.
+    rule: str  #: The range in words.
+    remedy: str = ""  #: What to try.
+
+
+def at_least(minimum: int) -> Limit:
+    """Return the limit of whole numbers from a minimum on."""
+    return Limit(lambda number: number >= minimum, f"must be at least {minimum}")
+
 
 #: The remedy for elements that YAML does not read as text.
 _QUOTE = """quote numbers, true, false and null, as in "['3.10','true']\""""
@@ -50,7 +66,7 @@ def problems(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     named = {name: p for name, p in takes.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     try:
-        hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     except Exception:  # evaluates annotations, which may be third-party code
         hints = {}
     found = []
@@ -63,6 +79,9 @@ def problems(
             rule = f"must be {_spelled(hints[option])}"
             remedy = _QUOTE if isinstance(value, list) and _LISTS[str,] in rule else ""
             found.append(Problem(option, value, rule, remedy))
+        elif option in hints and isinstance(value, int | float):
+            limits = [limit for limit in _limits(hints[option]) if not limit.holds(value)]
+            found += [Problem(option, value, limit.rule, limit.remedy) for limit in limits]
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in options and name not in given:
             found.append(Problem(name, "(not set)", "must be given"))
@@ -81,10 +100,21 @@ def _members(hint: Any) -> Iterator[Any]:
     if get_origin(hint) in (Union, types.UnionType):
         for member in get_args(hint):
             yield from _members(member)
+    elif get_origin(hint) is Annotated:
+        yield from _members(get_args(hint)[0])
     elif isinstance(hint, TypeVar) and hint.__bound__:
         yield from _members(hint.__bound__)
     else:
         yield hint
+
+
+def _limits(hint: Any) -> Iterator[Limit]:
+    """Yield the limits in a type, or in a member of a union."""
+    if get_origin(hint) is Annotated:
+        yield from (limit for limit in hint.__metadata__ if isinstance(limit, Limit))
+    elif get_origin(hint) in (Union, types.UnionType):
+        for member in get_args(hint):
+            yield from _limits(member)
 
 
 def _fits_one(value: Any, hint: Any) -> bool:

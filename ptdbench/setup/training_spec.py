@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ptdbench.data.protocol import Data
 from ptdbench.models import foreign
 from ptdbench.models.experts import Experts
-from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, members, module_of
 from ptdbench.models.state import Modes
 from ptdbench.models.trial import observe, trial
@@ -42,6 +41,23 @@ _ANY_MODEL = nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(1, 1, devic
 
 
 @dataclass(frozen=True)
+class Flops:
+    """FLOPs of a model, forward and backward."""
+
+    per_sample: float | None = None  #: ``None`` if unknown.
+    masked: float | None = None  #: The part of them that causal attention masks; ``None`` if unknown.
+    reason: str | None = None  #: Why they are unknown.
+
+    @staticmethod
+    def of(model: Model) -> Flops:
+        """Count them; only before the model is laid out."""
+        try:
+            return Flops(sum(model.train_flops().values()), masked_flops(model))
+        except FlopsUnknown as error:
+            return Flops(reason=str(error))
+
+
+@dataclass(frozen=True)
 class TrainingSpec:
     """The objects of a training run, and their layout over the ranks."""
 
@@ -54,12 +70,8 @@ class TrainingSpec:
     optimizer: MakeOptimizer  #: Makes an optimizer for named parameters.
     schedule: Schedule  #: The learning rate schedule.
     tied: Sequence[tuple[str, str]]  #: Pairs of full parameter names that share one weight.
-    parameters: int  #: Number of parameters of the model.
-    #: FLOPs of forward and backward for one sample; ``None`` if unknown, see ``flops_reason``.
-    flops_per_sample: float | None
-    masked_flops_per_sample: float | None  #: The part of them that causal attention masks; ``None`` if unknown.
-    flops_reason: str | None  #: Why the FLOPs are unknown.
     pinned: bool  #: Whether weights and gradients are in pinned host memory.
+    flops: Flops = Flops()  #: Counted where a rank needs them.
 
     @property
     def label(self) -> str:
@@ -137,14 +149,25 @@ class TrainingSpec:
         return engine
 
 
-def specify(
-    config: Config, world_size: Callable[[Callable[[int], int]], int], *, on_gpu: bool = False, is_tried: bool = False
-) -> TrainingSpec:
+def build(config: Config, layout: BatchPlan, *, on_gpu: bool, counts: bool) -> TrainingSpec:
+    """Build a training run that another process has specified, and laid out like this; nothing is checked again.
+
+    ``on_gpu`` says whether its devices are GPUs, ``counts`` whether this rank needs the model's FLOPs.
+    """
+    groups = ("parallel", "activations", "data", "lr_schedule")
+    strategy, activations, data, schedule = (choices.build(config, group) for group in groups)
+    model = _model(config, data.example)
+    optimizer = _grouped(config, module_of(model))
+    flops, pinned = Flops.of(model) if counts else Flops(), on_gpu and config.general.offload != "none"
+    parts = (layout, strategy, activations, model, data, optimizer, schedule)
+    return TrainingSpec(config, *parts, model.tied(), pinned, flops)
+
+
+def specify(config: Config, world_size: Callable[[Callable[[int], int]], int], *, on_gpu: bool = False) -> TrainingSpec:
     """Specify a training run.
 
     ``world_size`` returns the number of ranks, given the strategy's rule for how many devices to use; ``on_gpu`` says
-    whether these are GPUs. ``is_tried`` says that another process of this run has already tried the model on a sample,
-    which may take a second.
+    whether these are GPUs.
 
     Raises:
         ConfigError: With all problems, as far as one can be checked in the presence of another.
@@ -171,7 +194,7 @@ def specify(
         return under("parallel", strategy.layout, dims, asked.global_batch, micro_batch)
 
     model = found.catch(_model, config, example)
-    if model and data and not is_tried:
+    if model and data:
         found.catch(_check_data, config, model, data)
     optimizer = found.catch(_optimizer, config, module_of(model) if model else _ANY_MODEL)
     where = found.catch(layout) if strategy else None
@@ -191,33 +214,13 @@ def specify(
         found.catch(lambda: require(*_untreated(config, activations, model)))
     if model:
         found.catch(lambda: require(*_misaligned(config, model)))
-    if model and data and strategy and where and activations and not is_tried:
+    if model and data and strategy and where and activations:
         found.catch(_check_observed, config, model, data, strategy, where.dims, activations)
     found.close()
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018
-
-    flops = reason = None
-    try:
-        flops = sum(model.train_flops().values())
-    except FlopsUnknown as error:
-        reason = str(error)
-    return TrainingSpec(
-        config=config,
-        layout=where,
-        strategy=strategy,
-        activations=activations,
-        model=model,
-        data=data,
-        optimizer=optimizer,
-        schedule=schedule,
-        tied=model.tied(),
-        parameters=parameter_count(module_of(model)),
-        flops_per_sample=flops,
-        masked_flops_per_sample=None if flops is None else masked_flops(model),
-        flops_reason=reason,
-        pinned=on_gpu and config.general.offload != "none",
-    )
+    parts = (where, strategy, activations, model, data, optimizer, schedule)
+    return TrainingSpec(config, *parts, model.tied(), pinned=on_gpu and config.general.offload != "none")
 
 
 def prepare_data(config: Config, data: Data | None = None) -> None:
@@ -251,11 +254,15 @@ def _schedule(config: Config) -> Schedule:
     return found
 
 
-def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
-    """Return the optimizer's factory, after a trial on one-element weights, in which torch checks its options."""
+def _grouped(config: Config, model: nn.Module) -> MakeOptimizer:
     bound = choices.bound(config, "optimizer", "params")  # first: it is checked whatever else is wrong
     not_decayed = [rule for rule, decays in DECAYED.items() if not decays and config.train.decay == "matrices"]
-    make = in_groups(bound, model, not_decayed)
+    return in_groups(bound, model, not_decayed)
+
+
+def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
+    """Return the optimizer's factory, after a trial on one-element weights, in which torch checks its options."""
+    make = _grouped(config, model)
     tried = choices.guarded("optimizer", make, _of_one_number(model))
     if any(group.get("lr") is None for group in tried.param_groups):
         rule = "has parameter groups without lr, which lr_schedule scales"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,10 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 
-import psutil
-
 from ptdbench import search_path
-from ptdbench.launch import lifetime, local
+from ptdbench.launch import local
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
 from ptdbench.report import versus
@@ -89,11 +86,10 @@ def checkouts(revisions: Sequence[str], overrides: Sequence[str]) -> Iterator[li
     top = Path(_git(revisions[0], "rev-parse", "--show-toplevel"))
     for revision in revisions:
         _git(revision, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
-    _remove_abandoned(top)
     folder = None
     try:
         with local.deferred():
-            folder = Path(mkdtemp(prefix=f"ptdbench-checkout-{socket.gethostname()}-{os.getpid()}-")).resolve()
+            folder = Path(mkdtemp(prefix="ptdbench-checkout-")).resolve()
         sides = []
         for name, revision in zip(("before", "after"), revisions, strict=True):
             with local.deferred():  # a killed git leaves its work half done
@@ -106,20 +102,6 @@ def checkouts(revisions: Sequence[str], overrides: Sequence[str]) -> Iterator[li
         with local.deferred():
             if folder is not None:
                 _remove(folder, folder.iterdir(), top)
-
-
-#: Name of the folder of two checkouts, after the process that created it.
-_OF_PROCESS = re.compile(r"ptdbench-checkout-(?P<host>.+)-(?P<pid>\d+)-\w+")
-
-
-def _remove_abandoned(top: Path) -> None:
-    """Remove the checkouts of processes on this machine that were killed before they could do so."""
-    with local.deferred():
-        listed = _git("HEAD", "-C", str(top), "worktree", "list", "--porcelain").splitlines()
-        for tree in (Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")):
-            made = _OF_PROCESS.fullmatch(tree.parent.name)
-            if made and made["host"] == socket.gethostname() and not psutil.pid_exists(int(made["pid"])):
-                _remove(tree.parent, [tree], top)
 
 
 def _remove(folder: Path, trees: Iterable[Path], top: Path) -> None:
@@ -221,33 +203,11 @@ def _start(side: Side, overrides: Sequence[str], folder: Path, repeat: Repeat) -
     if repeat.runs == "auto":  # so that the records tell that results were examined several times
         own += ["repeat.runs=auto", f"repeat.max={repeat.max}"]
     words = [*overrides, *own, f"hydra.sweep.dir={commandline.quoted(str(folder))}"]
-    status = _wait_for([side.python, *search_path.module("ptdbench"), "train", "-m", *words], side)
+    command = [side.python, *search_path.module("ptdbench"), "train", "-m", *words]
+    status, stopped = local.attended(command, cwd=side.directory, env=side.environ, stdout=subprocess.DEVNULL)
+    if stopped:
+        raise (StoppedSide if status == 128 + stopped else local.Stopped)(stopped)
     if status < 0 or status > 128:
         raise ConfigError([Problem("compare", side.name, "was ended by a signal")])
     if not (folder / store.RESULTS).exists():
         raise ConfigError([Problem("compare", side.name, f"{side.python} did not run it; it said why above")])
-
-
-def _wait_for(command: Sequence[str], side: Side) -> int:
-    """Start a sweep, forward stop signals to it, and return its exit status.
-
-    Raises Stopped after a stop signal, when the sweep has ended; :class:`StoppedSide` if that signal ended it.
-    """
-    noted: list[int] = []
-    child: subprocess.Popen[bytes] | None = None
-
-    def pass_on(number: int, _: object) -> None:
-        noted.append(number)
-        if child is not None:
-            child.send_signal(number)
-
-    with local.handling(pass_on):  # in a separate session, Ctrl-C reaches it only once, through this process
-        child = subprocess.Popen(
-            command, cwd=side.directory, env=side.environ, stdout=subprocess.DEVNULL, start_new_session=True
-        )
-        for number in noted:  # signals that arrived before the process existed
-            child.send_signal(number)
-        status = lifetime.wait_for(child)
-    if noted:
-        raise (StoppedSide if status == 128 + noted[0] else local.Stopped)(noted[0])
-    return status

@@ -11,7 +11,6 @@ from pathlib import Path
 from ptdbench.comparison import alternatives, noise, significance
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.variation import Difference
-from ptdbench.launch.world import World
 from ptdbench.problems import Problem, require
 from ptdbench.records import store
 from ptdbench.report.labels import names
@@ -25,7 +24,7 @@ from ptdbench.terminal import command, echo, plural
 _TELL_APART = ("job.num", "job.override_dirname", "repeat.block")
 
 
-def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
+def check(composed: Composed, goes_on: Path | None) -> None:
     """Refuse repeats that are impossible, or would reorder the runs of a resumed sweep."""
     first = composed.configs[0]
     repeat = first.repeat
@@ -33,7 +32,7 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
         require(_reordered(goes_on, repeat))
     if repeat.runs != 1:
         decides = repeat.runs == "auto" and repeat.block is None
-        require(_unfit(composed, repeat), _undecided(composed.configs, world) if decides else None)
+        require(_unfit(composed, repeat), _undecided(composed.configs) if decides else None)
 
 
 def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
@@ -69,14 +68,11 @@ def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
     return None
 
 
-def _undecided(configs: Sequence[Config], world: World | None) -> Problem | None:
+def _undecided(configs: Sequence[Config]) -> Problem | None:
     """Find what prevents ``repeat=auto`` from deciding when to stop."""
     for virtual in (config.call("virtual").name for config in configs if "virtual" in config.resolved):
         rule = f"runs with virtual={virtual} take no time, so that no order of theirs is ever settled"
         return Problem("repeat.runs", "auto", rule, "omit it")
-    if world and world.size > 1:
-        rule = f"each of the {world.size} ranks that {world.launcher} started would decide by itself when to stop"
-        return Problem("repeat.runs", "auto", rule, "give a number, or start it with plain python")
     if isinstance(cluster := configs[0].cluster, Slurm) and cluster.submit == "detach":
         rule = "repeat.runs=auto needs the results of a block before it can submit the next one"
         return Problem("cluster.submit", "detach", rule, "try wait, or a number of repeats")

@@ -6,14 +6,10 @@ The runs are those of the command line, or those that one of Hydra's sweepers ch
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 
-import psutil
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
@@ -23,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins import ptdbench_launcher
 from ptdbench import search_path, terminal
-from ptdbench.launch import forced_exit, local
+from ptdbench.launch import local
 from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError, Problem, first_line
 from ptdbench.records import record, store
@@ -41,8 +37,6 @@ from ptdbench.terminal import echo
 
 #: Executes runs, each of which is opened when the iterator reaches it.
 Executor = Callable[[Iterable[Run]], None]
-
-_YEAR_MINUTES = 60 * 24 * 365
 
 
 def run_all(agenda: Agenda, composed: Composed) -> None:
@@ -95,62 +89,24 @@ def _here(agenda: Agenda, runs: Iterable[Run]) -> None:
 
 
 def _in_processes(agenda: Agenda, runs: Sequence[Run]) -> None:
-    """Execute runs one after the other, each in a process of submitit's that starts its own ranks.
+    """Execute runs one after the other, each in a process that starts its own ranks, as the step of a job does.
 
     Raises Stopped after a stop signal, when the run that it was forwarded to has ended by itself.
     """
-    import submitit
-
     from ptdbench.sweep import watch
 
-    submitter = submitit.AutoExecutor(folder=str(agenda.directory / "logs" / "%j"), cluster="local")
-    # Otherwise its controller hides all GPUs, and on Ctrl-C kills the run after a second, before it has saved. With the
-    # last line any shell stays its parent, by whose number it is known.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shows = "unset CUDA_VISIBLE_DEVICES" if visible is None else f"export CUDA_VISIBLE_DEVICES={shlex.quote(visible)}"
-    setup = {"local_setup": [shows, "trap '' HUP INT QUIT", "trap : EXIT"]}
-    submitter.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0, **setup)
+    command = [sys.executable, "-u", *search_path.module("ptdbench"), "run"]
+    environ = {**os.environ, **terminal.as_variable(sys.argv), **search_path.inherited()}
     for run in runs:
         echo(f"{run.number} {run.config.label}: started", sys.stderr)
-        place = agenda.place(run)
-        noted: list[int] = []
-        with local.handling(lambda number, _, noted=noted: noted.append(number)):  # type: ignore[misc]
-            submitted = submitter.submit(carry_out_alone, str(place), terminal.as_variable(sys.argv))
-            passed_on = 0
-            while not submitted.done():
-                # Until it has opened its record, the run may not hear it yet.
-                opened = store.load_or_set_aside(place) if noted else None
-                if len(noted) > passed_on or (noted and not (opened and opened.owner)):
-                    passed_on = len(noted)
-                    _terminate(int(submitted.job_id))
-                time.sleep(1.0 if noted else 0.1)
-        watch.settle(agenda.directory, run.subdirectory, str(submitted.paths.stderr))
-        if noted:
-            raise local.Stopped(noted[0])
-
-
-def carry_out_alone(directory: str, environment: Mapping[str, str]) -> None:
-    """Execute the run of a directory in a process of submitit's.
-
-    Raises:
-        SystemExit: The run failed here.
-    """
-    local.stop_on_signals()  # first, as submitit's own handlers ignore SIGTERM, and requeue unasked
-    os.environ.update(environment)
-    search_path.add_current()
-    from ptdbench.run.door import run
-
-    try:
-        run(Path(directory))
-    finally:
-        forced_exit.exit_soon()
-
-
-def _terminate(shell: int) -> None:
-    """Send SIGTERM to the controller in submitit's shell, which forwards it to the run."""
-    with suppress(psutil.Error):
-        for child in psutil.Process(shell).children():
-            child.terminate()
+        log = agenda.directory / "logs" / str(run.number) / f"{run.number}_0_log.err"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as errors, log.with_suffix(".out").open("ab") as output:
+            words = [*command, str(agenda.place(run).absolute())]
+            _, stopped = local.attended(words, env=environ, stdout=output, stderr=errors)
+        watch.settle(agenda.directory, run.subdirectory, str(log))
+        if stopped:
+            raise local.Stopped(stopped)
 
 
 class _BySlurm:

@@ -333,16 +333,9 @@ def _write_off(sweep: Path, runs: Sequence[Run], error: BaseException) -> None:
 
 
 def _environment() -> Iterator[str]:
-    """Yield lines for the variables of a job: the command typed here, and the search path of a user's model.
-
-    That is beside ``train.py`` and in this directory, as by hand.
-    """
-    for name, value in terminal.as_variable(sys.argv).items():  # so that its messages name the same program
+    """Yield lines for the variables of a job: the command typed here, and the search path of a user's model."""
+    for name, value in {**terminal.as_variable(sys.argv), **search_path.inherited()}.items():
         yield f"export {name}={shlex.quote(value)}"
-    yield f"export {search_path.FOLDER}={shlex.quote(str(Path.cwd()))}"
-    script = Path(sys.argv[0]).resolve()
-    if script.name == "train.py":
-        yield f"export PYTHONPATH={shlex.quote(str(script.parent))}${{PYTHONPATH:+:$PYTHONPATH}}"
 
 
 def report_refused(runs: Iterable[Run]) -> int:

@@ -75,7 +75,7 @@ Fatal Python error: Segmentation fault
 
 Current thread 0x00007fc03c5d0b80 (most recent call first):
   File "/somewhere/mymodels.py", line 13 in forward
-  File "{package}/run.py", line 205 in _work
+  File "{package}/run/rank.py", line 205 in _work
   File "/somewhere/train.py", line 4 in <module>
 
 Extension modules: torch._C (total: 1)
@@ -168,7 +168,7 @@ WITHIN = [
     (str(PACKAGE / "parallel" / "engine.py"), 229, "gradients"),
 ]
 OUTSIDE = [
-    (str(PACKAGE / "run.py"), 169, "take_part"),
+    (str(PACKAGE / "run" / "rank.py"), 169, "take_part"),
     (str(SITE / "hydra" / "main.py"), 94, "decorated_main"),
     ("/somewhere/train.py", 4, "<module>"),
 ]

@@ -95,11 +95,11 @@ def test_a_refusal_by_one_rank_of_a_launch_ends_the_run_in_all_of_them_and_is_re
     monkeypatch.setattr(rendezvous, "store", lambda: shared)
     monkeypatch.setattr(rendezvous, "export", lambda *_: None)
 
-    def specify(_, place, __):
+    def built(_, place, __):
         if place.rank:
             raise lack
 
-    monkeypatch.setattr(rank, "_specify", specify)
+    monkeypatch.setattr(rank, "_built", built)
     with ThreadPoolExecutor(2) as threads:
         calls = [threads.submit(rank.of_launcher, world(number), attempt(directory), None, None) for number in (0, 1)]
         assert [call.result() for call in calls] == [None, None]
@@ -126,7 +126,7 @@ def test_failure_before_the_rendezvous_is_recorded(directory, monkeypatch):
     monkeypatch.setattr(door, "discover", lambda _: world(1))
     monkeypatch.setattr(rendezvous, "launch_name", lambda _: "this")
     monkeypatch.setattr(rendezvous, "export", lambda *_: None)
-    monkeypatch.setattr(rank, "_specify", Mock(side_effect=RuntimeError("no such layer")))
+    monkeypatch.setattr(rank, "_built", Mock(side_effect=RuntimeError("no such layer")))
     with pytest.raises(SystemExit):
         door.run(directory)
     error = store.load_record(directory)["error"]

@@ -74,8 +74,7 @@ def test_arguments_without_names_and_conversion_are_those_that_are_given():
     [
         ("gone.away.X", "cannot be imported: No module named 'gone'; it is searched for in the current directory"),
         ("gone", "cannot be imported: No module named 'gone'; it is searched for"),
-        ("torch.nn.Linearr", "there is no Linearr in .*/torch/nn/__init__.py$"),
-        ("math.pie", "there is no pie in "),
+        ("torch.nn.Linearr", r"cannot be imported: No module named 'torch\.nn\.Linearr'; it is searched for"),
         ("broken_package.Net", "cannot be imported: no license; it is searched for"),
         ("math.pi", "must be a class or a function"),
         ("os", "must be a class or a function"),

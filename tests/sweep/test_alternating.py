@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -211,17 +210,6 @@ class TestCheckouts:
     @staticmethod
     def git(top: Path, *words: str) -> str:
         return subprocess.run(["git", *words], cwd=top, check=True, capture_output=True, text=True, timeout=60).stdout
-
-    def test_what_a_killed_process_has_left_goes_and_what_a_living_one_has_made_stays(self, repository, tmp_path):
-        gone = subprocess.Popen([sys.executable, "-c", ""])
-        gone.wait(60)
-        for pid, name in ((gone.pid, "before"), (os.getpid(), "after")):
-            place = tmp_path / f"ptdbench-checkout-{socket.gethostname()}-{pid}-abc_d"
-            self.git(repository, "worktree", "add", "--quiet", "--detach", str(place / name), "one")
-        with alternating.checkouts(["one", "two"], []):
-            assert not list(tmp_path.glob(f"ptdbench-checkout-*-{gone.pid}-*"))
-        assert len(self.git(repository, "worktree", "list").splitlines()) == 2
-        assert (tmp_path / f"ptdbench-checkout-{socket.gethostname()}-{os.getpid()}-abc_d" / "after" / "code").is_dir()
 
     def test_each_commit_is_there_beside_changes_and_goes_again_whatever_happens(self, repository):
         path = repository / "code" / "mine.py"

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from ptdbench.comparison import significance
-from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records import record, store
 from ptdbench.setup.compose import Source, compose_all, conf_folder
@@ -57,13 +56,6 @@ class TestRefused:
         told = Abridged("cluster.submit=detach: repeat.runs=auto needs …; try wait, or a number of repeats")
         assert check("cluster=slurm", "cluster.submit=detach", "repeat=auto") == told
 
-    def test_one_rank_decides_for_itself_and_a_number_needs_no_decision(self):
-        assert check("repeat=auto", world=World(0, 1, 0, 1, "srun")) is None
-        assert check("repeat=2", world=World(1, 2, 1, 2, "srun")) is None
-        assert check("repeat=auto", "repeat.block=3", world=World(1, 2, 1, 2, "srun")) is None  # of a series: one block
-        told = Abridged("repeat.runs=auto: each of the 2 ranks that srun started …; give a number, or …")
-        assert check("repeat=auto", world=World(1, 2, 1, 2, "srun")) == told
-
     @pytest.mark.parametrize("name", ["${hydra.job.num}", "${repeat.block}_x", "${hydra.job.override_dirname}"])
     def test_directories_of_their_own_may_be_named_as_one_likes(self, name):
         assert check("repeat=2", f"hydra.sweep.subdir={name}") is None
@@ -93,10 +85,10 @@ class TestGoesOn:
         (folder / "0_ddp" / "record.json").write_text("{")
 
 
-def check(*overrides, world=None, goes_on=None, multirun=True):
+def check(*overrides, goes_on=None, multirun=True):
     composed = compose_all([*TOY, *overrides], multirun)
     try:
-        blocks.check(composed, world, goes_on)
+        blocks.check(composed, goes_on)
     except ConfigError as error:
         return str(error)
     return None

@@ -25,7 +25,9 @@ def job(directory: Path, configuration: DictConfig) -> Job:
     """This rank's part of a run on the CPU, in a group of ranks of one host; its watchdog sleeps."""
     directory.mkdir(parents=True, exist_ok=True)  # as that of a run
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), "local")
-    spec = run_spec.specify(config.read(configuration), world)
+    asked = config.read(configuration)
+    specified = run_spec.specify(asked, world).training
+    spec = run_spec.build(asked, specified.layout if specified else None, world)
     store = dist.PrefixStore(str(directory), dist.distributed_c10d._get_default_store())
     dog = Watchdog(world, store, directory, math.inf, lambda *_: None)
     return Job(spec, world, [], store, torch.device("cpu"), directory, Stopwatch(0.0), dog)
