@@ -42,6 +42,9 @@ _REFUSALS = (HydraException, OmegaConfBaseException, ValueError, IndexError)
 #: Prefixes of a launcher's choice and options.
 _LAUNCHERS = (LAUNCHER, "hydra.launcher.")
 
+#: Hydra's message if a choice overrides choices inside its own package, which has none.
+_MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.")
+
 #: Modules of the callables in ``conf/`` whose options are all there.
 _SHIPPED = re.compile(r"torch\.|ptdbench\.(?!examples\.)")
 
@@ -415,8 +418,12 @@ def _problem(config_name: str, override: Override, word: str, sound: Sequence[st
     """Explain why Hydra refuses one ``word`` of an override, beside the ``sound`` ones of the command line."""
     name, typed, value = override.key_or_group, _typed_value(override), word.partition("=")[2]
     choices = _choices(name) if _is_group(name) else []
+    if misplaced := _MISPLACED.match(str(refused)):
+        return _of_no_package(misplaced[1], misplaced[2])
     if choices and value not in choices and not (override.package or override.is_delete()):
         return Problem(name, value, "there is no such choice", try_these(nearest(value, choices) or choices))
+    if choices and override.is_add():
+        return Problem(word.partition("=")[0], typed, "it already has a choice", f"try {in_shell(name, typed)}")
     if choices or "To append" not in str(refused):
         return Problem(word.partition("=")[0], typed, _reason(refused))
     return Problem(name, typed, "there is no such option", _meant(config_name, override, sound))

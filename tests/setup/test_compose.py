@@ -142,7 +142,7 @@ TOLD = {
         "parallel=[ddp,pdp]: is more than one choice in one run; try -m parallel=ddp,pdp",
     ),
     **dict.fromkeys(("train.steps", "train.steps = 3"), "train.steps=(no value): options are written NAME=VALUE, …"),
-    "+parallel=fsdp": "+parallel=fsdp: Could not add 'parallel=fsdp'. …",
+    "+parallel=fsdp": "+parallel=fsdp: it already has a choice; try parallel=fsdp",
     "hydra.run.dir=null": "hydra.run.dir=null: Error merging … is not Optional",
     "model@a=toy": "model@a=toy: Could not override 'model@a'. Did you mean to override model?",
     "-m cluster=slurm,local": "cluster=slurm,local: a sweep has one; start one sweep for each",
