@@ -18,13 +18,13 @@ from ptdbench.parallel import pipeline_engine as pipeline
 from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling.events import COMBINE
-from tests.parallel.oracle import Mistakes, is_on, of
+from tests.parallel.oracle import Mistakes, after, is_on, of
 from tests.parallel.ranks import each, mesh_of, on_ranks
 from tests.parallel.ten_steps import by_hand
 from tests.parallel.test_experts import LAYOUTS, SAMPLES, by_layout, model
 
 _init, _settle, _begin = Routing.__init__, Routing.settle, Routing.begin
-_compute, _route, _sort, _balance = Experts.forward, Router.forward, Router._sort, Router.balance
+_compute, _sort, _balance = Experts.forward, Router._sort, Router.balance
 _sent, _back, _exchange, _placed = experts._Sent.apply, experts._Sent.backward, experts._with_exchange, tensor.placed
 
 
@@ -54,34 +54,9 @@ def of_own_experts(parameters: Any) -> torch.Tensor:
 engine_norm = engine.norm_of
 
 
-def lost(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    computed = _compute(self, tokens, counts)
-    return computed * (torch.arange(len(computed)) < len(computed) - 1)[:, None]
-
-
-def twice(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    computed = _compute(self, tokens, counts)
-    return computed * (1 + (torch.arange(len(computed)) < 1)[:, None])
-
-
-def of_the_neighbor(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    return _compute(self, tokens, counts.roll(1))
-
-
-def sent_wrongly(rows: torch.Tensor, *how: Any) -> torch.Tensor:
-    """What comes back from experts is another token's."""
-    sent = _sent(rows, *how)
-    return sent.roll(1, 0) if how[-1][0] == COMBINE else sent
-
-
 def not_sent_back(ctx: Any, gradient: torch.Tensor) -> Any:
     gradient_of_rows, *others = _back(ctx, gradient)
     return torch.zeros_like(gradient_of_rows) if ctx.way == COMBINE else gradient_of_rows, *others
-
-
-def to_copies(mesh: Any, *how: Any) -> Any:
-    """Tokens go to the ranks with the same experts, of which there are as many."""
-    return _exchange(mesh_of(Strategy(**LAYOUTS["shards"]).dims(4)).regrouped["ep"]["ep_copies"], *how)
 
 
 def of_the_first(meta: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -102,15 +77,6 @@ def not_whole(self: Any, module: torch.nn.Module, device_mesh: Any) -> torch.nn.
     return module
 
 
-def unnormalized(self: Router, tokens: torch.Tensor) -> Any:
-    weights, order, counts = _route(self, tokens)
-    return weights * 0.5, order, counts
-
-
-def by_micro_batch(self: Router, counts: torch.Tensor) -> Any:
-    return self.routing.coefficient * self.experts * self.active / counts.sum() * self.share * counts / counts.sum()
-
-
 def backwards(self: Router, counts: torch.Tensor) -> None:
     before = self.bias.clone()
     _balance(self, counts)
@@ -128,25 +94,38 @@ MISTAKES: Mistakes = {
     "auxiliary loss without copies": (lambda: after_init(_groups=lambda it: it._groups[1:]), "tensor", "loss"),
     "auxiliary loss without tensor ranks": (lambda: after_init(_groups=lambda it: it._groups[:1]), "tensor", "loss"),
     "auxiliary loss times the tensor degree": (lambda: after_init(_tensor=lambda _: 1), "tensor", "loss"),
-    "auxiliary loss by micro-batch": (of(Router, "auxiliary_gradient", by_micro_batch), "shards", "loss"),
+    "auxiliary loss by micro-batch": (
+        of(Router, "auxiliary_gradient", lambda self, counts: (
+            self.routing.coefficient * self.experts * self.active / counts.sum() * self.share * counts / counts.sum())),
+        "shards", "loss"),
     "auxiliary loss without its share of a step": (of(Routing, "begin", lambda *_: None), "pipeline", "loss"),
     "stale loads": (of(Router, "balance", lambda *_: None), "shards", "loss"),
     "choices of shape inference counted": (of(ModuleState, "restore", lambda _: None), "pipeline", "loss"),
     "a norm without experts": (of(engine, "norm_of", without_experts), "shards", "loss"),
     "a norm of own experts": (of(engine, "norm_of", of_own_experts), "shards", "loss"),
     "a norm without experts in stages": (of(pipeline, "norm_of", without_experts), "pipeline", "loss"),
-    "the last token lost": (of(Experts, "forward", lost), "context", "loss"),
-    "the first token twice": (of(Experts, "forward", twice), "shards", "loss"),
-    "another expert's tokens": (of(Experts, "forward", of_the_neighbor), "replicas", "loss"),
-    "the results of other tokens": (of(experts._Sent, "apply", sent_wrongly), "shards", "loss"),
+    "the last token lost": (
+        after(Experts, "forward", lambda rows: rows * (torch.arange(len(rows)) < len(rows) - 1)[:, None]),
+        "context", "loss"),
+    "the first token twice": (
+        after(Experts, "forward", lambda rows: rows * (1 + (torch.arange(len(rows)) < 1)[:, None])), "shards", "loss"),
+    "another expert's tokens": (
+        of(Experts, "forward", lambda self, tokens, counts: _compute(self, tokens, counts.roll(1))),
+        "replicas", "loss"),
+    "the results of other tokens": (  # in what comes back from experts
+        of(experts._Sent, "apply", lambda rows, *how: _sent(rows, *how).roll(int(how[-1][0] == COMBINE), 0)),
+        "shards", "loss"),
     "gradients that do not come back": (of(experts._Sent, "backward", staticmethod(not_sent_back)), "shards", "loss"),
-    "tokens to the ranks with the same experts": (of(experts, "_with_exchange", to_copies), "shards", "loss"),
+    "tokens to the ranks with the same experts": (  # of which there are as many
+        of(experts, "_with_exchange", lambda _, *how: _exchange(
+            mesh_of(Strategy(**LAYOUTS["shards"]).dims(4)).regrouped["ep"]["ep_copies"], *how)), "shards", "loss"),
     "the first rank's experts drawn on all": (of(tensor, "placed", of_the_first), "shards", "loss"),
     "tokens dropped beyond a fair share": (of(Router, "_sort", dropped), "shards", "loss"),
     "summands of routers taken for sums": (of(tensor._Replicated, "_apply", not_whole), "tensor", "loss"),
     "summands of whole experts taken for sums": (
         of(tensor._Replicated, "_apply", not_whole), "tensor without FSDP", "loss"),
-    "weights of the chosen not normalized": (of(Router, "forward", unnormalized), "shards", "loss"),
+    "weights of the chosen not normalized": (
+        after(Router, "forward", lambda routed: (routed[0] * 0.5, *routed[1:])), "shards", "loss"),
     "a bias that moves with the load": (of(Router, "balance", backwards), "shards", "bias"),
     "a bias by rank": (lambda: after_init(_groups=lambda _: []), "shards", "bias"),
     "positions of a share": (of(context, "_number", lambda _p, _m, arguments: arguments), "context", "forced"),

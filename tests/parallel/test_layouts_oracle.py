@@ -6,7 +6,6 @@ What stands here is what ``docs/injected-faults.md`` has as a table.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -92,28 +91,6 @@ def undivided(module: Any) -> None:
     module.set_force_sum_reduction_for_comms(True)  # the other way is NCCL's
 
 
-def scaled(by: float) -> Callable[..., Tensor]:
-    """Gradients of a loss that is larger than it is."""
-    original = Accumulating.gradients
-    return lambda self, inputs, targets, scale: original(self, inputs, targets, lambda loss: by * scale(loss))
-
-
-def of_own_shards(parameters: Any) -> Tensor:
-    return get_total_norm([weight.grad.to_local() for weight in parameters])
-
-
-def of_next(group: Any, weights: Any, size: int, owner: int = 0) -> None:
-    _broadcast(group, weights, size, (owner + 1) % dist.get_world_size(group))
-
-
-def by_rank(draw: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    draw(*arguments, **options | {"seed": dist.get_rank()})
-
-
-def unsummed(_layouts: Any, _local: bool, _module: nn.Module, outputs: DTensor, _mesh: Any) -> Tensor:
-    return outputs.to_local()
-
-
 class Kept(torch.autograd.Function):
     """Hands over a stream whose gradient each rank keeps a summand of."""
 
@@ -132,26 +109,8 @@ def taken_for_sums(self: Any, module: nn.Module, device_mesh: Any) -> nn.Module:
     return PrepareModuleOutput._apply(self, module, device_mesh)
 
 
-def of_other_rows(module: nn.Module, mesh: Any, look_up: Callable[[Tensor], Tensor]) -> Any:
-    rows, right = len(module.weight), _rows(module, mesh, look_up)
-    return lambda tokens: right((tokens + rows) % (rows * mesh.size()))
-
-
-_broadcast = dist._broadcast_coalesced
+_broadcast, _materialize, _gradients = dist._broadcast_coalesced, apply.materialize, Accumulating.gradients
 _rows, _over_ranks, _share = tensor._Vocabulary._look_up_own, tensor._over_ranks, pipelined.Pipelined._share_of_loss
-
-
-def of_share(share: Tensor, mesh: Any, reduction: str) -> Tensor:
-    return share if reduction == "sum" else _over_ranks(share, mesh, reduction)
-
-
-def swapped(found: Tensor) -> Tensor:
-    """Of two ranks, what each has sent taken for the other's."""
-    return torch.cat(found.tensor_split(2)[::-1])
-
-
-def without_others(self: Any) -> Tensor:
-    return engine.norm_of(self.module.parameters())
 
 
 def counted_twice(self: Any) -> Tensor:
@@ -160,22 +119,15 @@ def counted_twice(self: Any) -> Tensor:
     return square.sqrt()
 
 
-def more_than_a_share(self: Any, loss: Tensor, targets: Tensor) -> Tensor:
-    return _share(self, loss, targets) * self._layout.microbatches
-
-
-def batch_for_copies() -> Any:
-    mesh = mesh_of(Strategy(**LAYOUTS["context"][0]).dims(4))
-    return of(mesh, "dp_cp", mesh.dp)()
-
-
 #: By what is wrong: the mistake, and the layout in which it matters.
 MISTAKES: Mistakes = {
     "gradients of replicas not averaged": (
         after(apply, "replicate", lambda part: replace(part, runner=part.module, deferred=nullcontext)), "replicas"),
     "gradients of replicas added up": (after(apply, "replicate", added_up), "replicas"),
     "only the last micro-batch counted": (after(apply, "replicate", last_alone), "replicas"),
-    "micro-batches added up": (of(Accumulating, "gradients", scaled(2)), "replicas"),
+    "micro-batches added up": (
+        of(Accumulating, "gradients", lambda *given: _gradients(*given[:-1], lambda loss: 2 * given[-1](loss))),
+        "replicas"),
     "gradients of the step before left": (of(torch.optim.SGD, "zero_grad", lambda _: None), "replicas"),
     "the same samples on each replica": (
         of(BatchPlan, "rows", lambda self, step, _: (step * SAMPLES, step * SAMPLES + self.replica_batch)), "replicas"),
@@ -183,27 +135,41 @@ MISTAKES: Mistakes = {
         after(fsdp, "fully_shard", of_each(undivided)), "shards"),
     "stale whole weights": (
         after(fsdp, "fully_shard", of_each(lambda it: it.set_reshard_after_backward(False))), "shards"),
-    "a norm of own shards": (of(engine, "norm_of", of_own_shards), "shards"),
-    "weights drawn by rank": (of(apply, "materialize", partial(by_rank, apply.materialize)), "shards"),
+    "a norm of own shards": (
+        of(engine, "norm_of", lambda weights: get_total_norm([it.grad.to_local() for it in weights])), "shards"),
+    "weights drawn by rank": (
+        of(apply, "materialize", lambda *given, **options: _materialize(*given, **options | {"seed": dist.get_rank()})),
+        "shards"),
     "copies of shards not averaged": (
         after(fsdp, "fully_shard", of_each(lambda it: it.set_requires_all_reduce(False))), "shards in replicas"),
     "updated weights not sent": (of(zero.Zero1, "share", lambda _: None), "zero1"),
-    "updated weights sent by another than their owner": (of(dist, "_broadcast_coalesced", of_next), "zero1"),
-    "outputs of cut layers not added up": (of(RowwiseParallel, "_prepare_output_fn", staticmethod(unsummed)), "tensor"),
+    "updated weights sent by another than their owner": (
+        of(dist, "_broadcast_coalesced", lambda group, weights, size, owner=0: _broadcast(
+            group, weights, size, (owner + 1) % dist.get_world_size(group))), "zero1"),
+    "outputs of cut layers not added up": (
+        of(RowwiseParallel, "_prepare_output_fn", staticmethod(lambda *given: given[3].to_local())), "tensor"),
     "gradients of the stream not added up": (
         of(tensor._Sequence, "_prepare_out_fn", lambda _, output, mesh: Kept.apply(output, mesh)), "tensor"),
     "another rank's rows of the embedding": (
-        of(tensor._Vocabulary, "_look_up_own", staticmethod(of_other_rows)), "tensor"),
-    "a loss of a share of the vocabulary": (of(tensor, "_over_ranks", of_share), "tensor"),
+        of(tensor._Vocabulary, "_look_up_own", staticmethod(lambda table, mesh, look_up: lambda tokens: _rows(
+            table, mesh, look_up)((tokens + len(table.weight)) % (len(table.weight) * mesh.size())))), "tensor"),
+    "a loss of a share of the vocabulary": (
+        of(tensor, "_over_ranks", lambda share, mesh, how: share if how == "sum" else _over_ranks(share, mesh, how)),
+        "tensor"),
     "summands of norms taken for sums": (of(tensor._Sequence, "_apply", taken_for_sums), "sequence"),
     "positions of a share": (of(context, "_number", lambda _p, _m, arguments: arguments), "context"),
-    "positions in the order of other ranks": (after(context, "all_to_all_single_autograd", swapped), "context"),
-    "gradients averaged over samples alone": (batch_for_copies, "context"),
+    "positions in the order of other ranks": (
+        after(context, "all_to_all_single_autograd", lambda sent: torch.cat(sent.tensor_split(2)[::-1])), "context"),
+    "gradients averaged over samples alone": (
+        lambda: of(mesh := mesh_of(Strategy(**LAYOUTS["context"][0]).dims(4)), "dp_cp", mesh.dp)(), "context"),
     "a ring's positions in one piece": (of(context, "_is_paired", lambda _: False), "ring"),
     "gradients of a shared weight not added up": (of(pipelined, "add_up_shared", lambda *_: None), "pipeline"),
     "a shared weight twice in the norm": (of(pipelined.Pipelined, "gradient_norm", counted_twice), "pipeline"),
-    "a norm of own stages": (of(pipelined.Pipelined, "gradient_norm", without_others), "pipeline"),
-    "micro-batches of stages added up": (of(pipelined.Pipelined, "_share_of_loss", more_than_a_share), "pipeline"),
+    "a norm of own stages": (
+        of(pipelined.Pipelined, "gradient_norm", lambda self: engine.norm_of(self.module.parameters())), "pipeline"),
+    "micro-batches of stages added up": (
+        of(pipelined.Pipelined, "_share_of_loss", lambda it, *given: _share(it, *given) * it._layout.microbatches),
+        "pipeline"),
 }  # fmt: skip
 
 
