@@ -90,7 +90,6 @@ class Started:
         return self.process.pid
 
     def poll(self) -> int | None:
-        """Its exit status, once it has ended."""
         return self.process.exitcode
 
     def send_signal(self, number: int) -> None:
@@ -111,7 +110,6 @@ class Started:
 def _be_train_py(
     arguments: Sequence[str], cwd: Path, environ: Mapping[str, str], out: IO[str], err: IO[str]
 ) -> NoReturn:
-    """In the child."""
     gc.freeze()  # garbage of the parent may hold a TCPStore, whose end joins a thread that a fork does not have
     status = 1
     try:

@@ -26,7 +26,6 @@ TOY = ("model=toy", "train.steps=4", "device=cpu")
 
 
 def refused(*arguments: str, cwd: Path) -> list[str]:
-    """The lines of a refusal."""
     done = forked.train_py(*arguments, cwd=cwd)
     assert done.returncode == 1
     assert done.stdout == ""

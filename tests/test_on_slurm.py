@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -18,12 +17,10 @@ from typing import Any
 
 import pytest
 
-from ptdbench.records import ledger, store
-from tests import slurm_cluster
+from ptdbench.records import store
 from tests.conftest import outputs
 from tests.forked import train_py
 from tests.launch.faulty import FAULTY
-from tests.launch.patient import patient
 from tests.programs import TRAIN, call, until
 
 PTDBENCH = (sys.executable, "-m", "ptdbench")
@@ -44,7 +41,6 @@ def run(tmp_path: Path, slurm: dict[str, str]) -> Run:
 
 @pytest.fixture
 def submit(tmp_path: Path, slurm: dict[str, str]) -> Run:
-    """Carries out ``train.py`` there."""
     return partial(train_py, cwd=tmp_path, environ=slurm)
 
 
@@ -60,13 +56,11 @@ def jobs(run: Run, slurm: dict[str, str]) -> Callable[[], set[str]]:
 
 
 def sweep(folder: Path) -> Path:
-    """The directory of the only sweep that there was."""
     (directory,) = outputs(folder)
     return directory
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The results of it, in the order of its runs."""
     results = [record.written for record in store.read_results(sweep(folder))]
     found = sorted(results, key=lambda record: Path(record["directory"]).name)
     for record in found:
@@ -221,17 +215,6 @@ class TestRefused:
         assert len(jobs() - before) == 1  # the srun itself
 
 
-def test_cfg_of_a_sweep_shows_every_run_without_slurm(environ, tmp_path):
-    asked = ("hydra/launcher=submitit_slurm", "model=toy", "parallel=ddp,fsdp", "cluster.nodes=1,2", "--cfg", "job")
-    done = train_py(*asked, cwd=tmp_path, environ={**environ, "PATH": str(Path(sys.executable).parent)})
-    assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
-    shapes = [(strategy, nodes) for strategy in ("ddp", "fsdp") for nodes in (1, 2)]
-    for number, (document, (strategy, nodes)) in enumerate(zip(done.stdout.split("---\n"), shapes, strict=True)):
-        assert document.startswith(f"# run {number}: ")
-        for line in ("name: slurm", f"name: {strategy}", f"nodes: {nodes}"):
-            assert f"  {line}\n" in document
-
-
 def test_job_of_a_killed_submission_is_found_again(run, submit, jobs, tmp_path, slurm):
     """SIGKILL when SLURM has the first of two jobs and nobody has learned its id."""
     sbatch = tmp_path / "bin" / "sbatch"
@@ -253,22 +236,6 @@ def test_job_of_a_killed_submission_is_found_again(run, submit, jobs, tmp_path, 
     assert again.returncode == 0, again.stderr
     assert "1 run still in the queue, not submitted again: 0_hello" in again.stderr
     assert len(jobs() - before) == 2
-
-
-@pytest.mark.thorough
-def test_moved_record_does_not_end_the_sweep(slurm, tmp_path):
-    waits, pipe = tmp_path / "waits", subprocess.PIPE
-    asked = ("cluster=slurm", "cluster.ranks_per_node=1", "parallel=single", "hydra.sweep.dir=sweep")
-    command = [*TRAIN, *asked, *patient(waits), "train.steps=1000", "train.max_minutes=null"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=pipe, stderr=pipe, text=True)
-    record = tmp_path / "sweep" / "0_Patient_single" / "record.json"
-    until(record.with_name("progress.json").exists)
-    record.rename(record.with_name("moved.json"))
-    waits.unlink()
-    said, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert "Traceback" not in said + errors
-    assert json.loads(record.read_text())["status"] == "ok"
 
 
 @pytest.mark.thorough
@@ -300,24 +267,3 @@ def test_micro_batch_is_found_by_steps_on_both_nodes(submit, tmp_path):
     assert written["layout"]["micro_batch"] == written["micro_batch"]["found"] == 8
     tries = [json.loads(path.read_text()) for path in sweep(tmp_path).glob("*/tries/*/record.json")]
     assert [(one["status"], one["nodes"]) for one in tries] == [("ok", ["n1", "n2"])] * 2
-
-
-@pytest.mark.thorough
-def test_sweep_longer_than_max_array_size_is_two_arrays(tmp_path, slurm, monkeypatch):
-    """On a controller of its own, whose limit it is: both arrays are accepted, submitted and followed to their end."""
-    text = f"{slurm_cluster._SLURM_CONF}MaxArraySize=4\n"
-    monkeypatch.setitem(slurm_cluster._FILES, "slurm.conf", text)
-    folder = Path(tempfile.mkdtemp(prefix="ptdbench-slurm-", dir="/tmp"))  # sockets in it need a short path
-    try:
-        environ = slurm | {"SLURM_CONF": str(slurm_cluster.up(folder))}
-        words = ("-m", *HELLO, "cluster.ranks_per_node=1", "seed=range(0,6)")
-        tested = train_py(*words, "cluster.submit=test", cwd=tmp_path, environ=environ)
-        done = train_py(*words, cwd=tmp_path, environ=environ)
-    finally:
-        slurm_cluster.down(folder)
-    assert tested.stdout.count("1 node x 1 rank (3 jobs): Job ") == 2
-    assert done.returncode == 0, done.stderr
-    jobs = ledger.read(sweep(tmp_path)).jobs
-    assert [(job.number, job.element) for job in jobs] == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
-    assert len({job.id.partition("_")[0] for job in jobs}) == 2
-    assert [record.status for record in store.read_results(sweep(tmp_path))] == ["ok"] * 6

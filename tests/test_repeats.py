@@ -27,7 +27,6 @@ Train = Callable[..., Done]
 
 @pytest.fixture
 def train(tmp_path: Path, environ: dict[str, str]) -> Train:
-    """Carries out ``train.py`` in a folder of its own."""
     return partial(forked.with_ranks, cwd=tmp_path, environ={**environ, "PYTHONPATH": str(ROOT)})
 
 

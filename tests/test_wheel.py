@@ -48,7 +48,6 @@ def checked(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from the source archive."""
     folder = tmp_path_factory.mktemp("wheel")
     checked(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     (found,) = folder.glob("*.whl")

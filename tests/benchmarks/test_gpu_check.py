@@ -59,7 +59,6 @@ def failed(status: str = "failed", message: str = "no\nmore") -> dict[str, Any]:
 
 
 def part(name: str) -> Any:
-    """How a part is carried out."""
     return instantiate(yaml.safe_load(main.PARTS.read_text())[name])["carry_out"]
 
 

@@ -78,8 +78,6 @@ LAYOUTS = [(ranks, name) for ranks, name in LAYOUTS if name in STRATEGIES]
 
 
 class Run:
-    """A small run of one rank."""
-
     def __init__(self, strategy: str, model: str, optimizer: str, seed: int = 0, **changes: Any) -> None:
         layout = STRATEGIES[strategy].layout(STRATEGIES[strategy].dims(dist.get_world_size()), BATCH, "auto")
         mesh = mesh_of(layout.dims)
@@ -93,7 +91,6 @@ class Run:
         self.loop = step_loop(self.engine, made, DATA[model], layout, replica)
 
     def go(self, *numbers: int) -> None:
-        """Take the steps of these numbers."""
         self.loop.losses = [torch.zeros(())] * numbers[0]
         for _ in numbers:
             self.loop.step()

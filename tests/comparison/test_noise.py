@@ -31,7 +31,6 @@ def sweep(blocks=3, names=("ddp", "fsdp")):
 
 
 def started(day):
-    """The same as of this day."""
     return [one | {"started": f"2026-11-{day}T12:00:{place:02}"} for place, one in enumerate(sweep())]
 
 

@@ -26,7 +26,6 @@ def logs(one: Sample) -> list[float]:
 
 
 def between(one: Sample, other: Sample, *more: Sample, earlier: Noise | None = None):
-    """The difference of the first two of these."""
     return Pool([one, other, *more], earlier).difference(one, other)
 
 

@@ -21,7 +21,6 @@ def problems_of(call: Callable[..., Any], **options: Any) -> list[Problem]:
 
 
 def problem_of(call: Callable[..., Any], **options: Any) -> Problem:
-    """The one thing that a call is refused for."""
     (problem,) = problems_of(call, **options)
     return problem
 

@@ -43,7 +43,6 @@ def prepared(root, **options):
 
 
 def pixels(images):
-    """Back to bytes."""
     values = (images * STD + MEAN) * 255
     assert torch.allclose(values, values.round(), atol=1e-3)
     return values.round().to(torch.uint8)

@@ -207,7 +207,6 @@ def test_killed_train_py_leaves_no_process(tmp_path):
 
 
 def server_pid() -> int:
-    """The fork server of this process."""
     return multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 

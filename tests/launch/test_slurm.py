@@ -52,13 +52,11 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 def script(**flags: object) -> str:
-    """A script that does nothing, with these flags."""
     lines = "".join(f"#SBATCH {word}\n" for word in commands.options(flags))  # type: ignore[arg-type]
     return f"#!/bin/sh\n{lines}true\n"
 
 
 def when(job: str, reached: Callable[[JobState], bool]) -> JobState:
-    """The state of a job once it is as it should become."""
     return until(lambda: (state := commands.queue([job])[job]) and reached(state) and state, 60)
 
 

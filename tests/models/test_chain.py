@@ -116,15 +116,11 @@ def head_on_stem(self, inputs):
 
 
 class BlocksOnWeights(Net):
-    """Its blocks get a weight of the first of them."""
-
     def beside(self, number, first):
         return {"scale": self.blocks[0].norm.weight}
 
 
 class Again(Net):
-    """Its first block runs a second time."""
-
     def __init__(self):
         super().__init__()
         self.blocks.append(self.blocks[0])
@@ -159,8 +155,6 @@ class Named(nn.Sequential):
 
 
 class OfItsOwn(Named):
-    """One that does more than to call its members."""
-
     def forward(self, x):
         return super().forward(x) + 1
 

@@ -11,7 +11,6 @@ STEPS = 40
 
 
 def rates_of(make) -> list[float]:
-    """Rates of torch's scheduler over the steps, for an ``lr`` of 1."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = make(optimizer)
     rates = []

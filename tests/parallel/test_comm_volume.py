@@ -196,7 +196,6 @@ def of_case(name: str) -> Seen:
 
 
 def held(engine: Engine, optimizer: torch.optim.Optimizer) -> Footprint:
-    """The memory of a rank's training state."""
     weights = list(engine.module.parameters())
     copies = [copy for part in engine.parts if part.copies for copy in part.copies.tensors]
     gradients = [weight.grad for weight in weights if weight.grad is not None]

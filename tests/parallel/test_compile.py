@@ -179,8 +179,6 @@ def nn_chain(*widths: int) -> "Chain":
 
 
 class Chain(nn.Sequential):
-    """All that the compiler asks of a model."""
-
     def layers(self) -> list[nn.Module]:
         return list(self)
 

@@ -64,7 +64,6 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 
 
 def weights_of(micro_batch: int, *options: tuple[str, Any]) -> dict[str, Tensor]:
-    """In a rank: the weights after these steps."""
     strategy = Strategy(replicate="auto", static_graph="find_unused", **dict(options))
     engine, layout, replica = laid_out(strategy, branched(), 4, micro_batch)
     optimizer = engine.optimizer(adamw)

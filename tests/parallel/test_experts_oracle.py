@@ -29,8 +29,6 @@ _sent, _back, _exchange, _placed = experts._Sent.apply, experts._Sent.backward, 
 
 
 def after_init(**values: Any) -> AbstractContextManager[Any]:
-    """A routing whose attributes are other ones."""
-
     def init(self: Routing, *arguments: Any) -> None:
         _init(self, *arguments)
         for name, value in values.items():
@@ -60,7 +58,6 @@ def not_sent_back(ctx: Any, gradient: torch.Tensor) -> Any:
 
 
 def of_the_first(meta: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The experts of the first rank on all of them."""
     if values.dim() == 3 and isinstance(meta, DTensor):
         values = values.roll(meta.device_mesh.get_local_rank() * len(meta.to_local()), 0)
     return _placed(meta, values)

@@ -65,8 +65,6 @@ def added_up(part: LaidOutModule) -> LaidOutModule:
 
 
 def last_alone(part: LaidOutModule) -> LaidOutModule:
-    """The gradients of each micro-batch replace those before it."""
-
     @contextmanager
     def deferred() -> Iterator[None]:
         with part.deferred():
@@ -77,8 +75,6 @@ def last_alone(part: LaidOutModule) -> LaidOutModule:
 
 
 def of_each(how: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Does something with what FSDP has sharded."""
-
     def done(module: Any) -> Any:
         how(module)
         return module

@@ -32,8 +32,6 @@ TRAIN = {"clip_norm": 0.2, "ema": 0.9, "steps": STEPS}
 
 
 class Lever:
-    """A strategy, and options beside it."""
-
     def __init__(self, micro_batch: int | str = "auto", offload: str = "none", **strategy: Any) -> None:
         self.strategy = Strategy(**strategy)
         self.micro_batch = micro_batch
@@ -119,7 +117,6 @@ def in_rank(folder: Path, names: set[str]) -> dict[str, Any]:
 
 
 def outcome(loop: StepLoop) -> dict[str, Any]:
-    """What a loop comes to."""
     losses = train(loop)
     weights = {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
     outcomes = {

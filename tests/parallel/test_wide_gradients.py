@@ -14,7 +14,6 @@ ROWS = 257
 
 
 def laid_out(module: nn.Module) -> nn.Module:
-    """A module that computes in bf16."""
     enable_wide_gradients(module)
     Copies(module, [], torch.bfloat16)
     return module

@@ -12,7 +12,6 @@ SENDS = "ncclDevKernel_SendRecv(...)"
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads a trace of these events."""
     return lambda *events, device="cpu": trace.read(write(tmp_path / "t.json", *events), device)
 
 

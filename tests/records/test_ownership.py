@@ -75,7 +75,6 @@ def draft(directory, launch, **changes):
 
 @pytest.fixture
 def process():
-    """Another process of this machine."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as opened:
         yield opened
         opened.kill()

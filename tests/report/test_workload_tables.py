@@ -20,7 +20,6 @@ from tests.report.made import made
 
 
 def cells(text, beginning):
-    """The cells of the only line that begins so."""
     (line,) = [line for line in text.splitlines() if line.startswith(beginning)]
     return re.split(r"\s{2,}", line.strip())
 

@@ -60,7 +60,6 @@ def size_of(fields: Mapping[str, Any]) -> int:
 
 
 def idle(directory: Path, asked: Config, steps: JobSteps | None = None) -> Finder:
-    """One that carries nothing out."""
     return Finder(directory, asked, Heading("toy"), lambda *_: None, lambda _: None, steps)
 
 

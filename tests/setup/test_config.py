@@ -11,7 +11,6 @@ from tests.refusals import Abridged, refusal_of
 
 
 def problems_of(part: str, *overrides: str) -> list[str]:
-    """What is told when a part of the configuration is asked for."""
     asked = read(*overrides)
     ask = asked.call if part in config.CALLS else partial(getattr, asked)
     return refusal_of(ask, part).splitlines()

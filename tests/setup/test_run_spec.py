@@ -241,8 +241,6 @@ class TestUpdatesOfTheUser:
 
 
 def by_method() -> nn.Module:
-    """Calls its layers by a method of theirs."""
-
     class Layer(nn.Linear):
         run = nn.Linear.forward
 
@@ -255,8 +253,6 @@ def by_method() -> nn.Module:
 
 
 def counts() -> nn.Module:
-    """Counts its passes around its layers and in them."""
-
     def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
         self.passes += 1
         for layer in getattr(self, "layers", [self.linear]):
@@ -392,15 +388,11 @@ VECTORS = ("data=synthetic_vectors", "data.inputs=4", "data.outputs=4")
 
 
 class Rateless(torch.optim.Optimizer):
-    """Needs no rate."""
-
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {})
 
 
 class Counter(torch.optim.SGD):
-    """Counts its steps for each weight."""
-
     def step(self, closure: Any = None) -> None:
         super().step()
         for weight in self.param_groups[0]["params"]:
@@ -417,8 +409,6 @@ class GroupCounter(torch.optim.SGD):
 
 
 class Duck:
-    """Data with what everybody thinks of."""
-
     tokens_per_sample = None
 
     def __init__(self, seed):

@@ -135,7 +135,6 @@ class Directory:
         self.queue = {f"7{name}": state(f"7{name}", words) for name, words in states.items()}
 
     def results(self) -> list[Mapping[str, Any]]:
-        """The results of the sweep."""
         return [record.written for record in store.read_results(self.path)]
 
 
@@ -147,7 +146,6 @@ def state(identity: str, words: str, elapsed: int | None = None) -> JobState:
 
 
 def failure(rank: int = 1, kind: str = "RuntimeError", message: str = "on purpose") -> dict[str, Any]:
-    """What a run that failed says of it."""
     traceback = f"Traceback (most recent call last):\n{kind}: {message}\n"
     error = Failure(rank=rank, type=kind, message=message, traceback=traceback, time=0.0, host="vm").as_error()
     return {"status": "failed", "error": error, "steps": None, "metrics": None}

@@ -53,7 +53,6 @@ def test_runs_to_come_take_the_mean_of_those_that_ended_well(asked):
 
 
 def done(folder: Path, name: str = "0_toy_ddp", status: str = "ok") -> dict:
-    """The run's record says now how it ended."""
     written = store.load_record(folder / name) | {"status": status, "error": None}
     store.write_record(folder / name, written)
     return written
@@ -100,7 +99,6 @@ def test_a_run_that_was_done_with_other_options_is_done_again_and_says_so(asked,
 
 
 def saved(folder: Path, world_size: int) -> Manifest:
-    """The run has a checkpoint."""
     checkpoint = folder / "0_toy_ddp" / "checkpoints" / "step-00000003"
     checkpoint.mkdir(parents=True)
     checkpoint_dir.write_manifest(checkpoint, was := Manifest(3, world_size, {"name": "toy"}, {}, {}, "2.14", 0.0))
@@ -173,8 +171,6 @@ def test_a_run_that_was_ok_when_its_sweep_was_killed_gets_its_result(asked, tmp_
 class TestRepeats:
     @pytest.fixture
     def agenda(self, asked, tmp_path):
-        """The agenda of a command line."""
-
         def of(*overrides):
             words = ["cluster=slurm", "model=toy", *overrides]
             return Agenda.of(compose_all(words, multirun=True), asked(*overrides), tmp_path, None)
@@ -192,11 +188,8 @@ class TestRepeats:
             written = store.load_record(tmp_path / name)
             assert written["overrides"][-1] == f"repeat.block={number // 2}"
             assert written["config"]["repeat"]["block"] == number // 2
-
-    def test_the_name_of_a_directory_may_have_the_block(self, agenda):
-        found = agenda("parallel=ddp,fsdp", "repeat.runs=2", "hydra.sweep.subdir='${parallel.name}_${repeat.block}'")
-        names = {run.subdirectory for run in found.runs}
-        assert names == {"ddp_0", "ddp_1", "fsdp_0", "fsdp_1"}
+        named = agenda("parallel=ddp,fsdp", "repeat.runs=2", "hydra.sweep.subdir='${parallel.name}_${repeat.block}'")
+        assert {run.subdirectory for run in named.runs} == {"ddp_0", "ddp_1", "fsdp_0", "fsdp_1"}
 
     def test_they_come_in_one_batch_or_in_batches_of_a_block_where_it_looks_after_each(self, agenda):
         found = agenda("parallel=ddp,fsdp", "repeat.runs=4")

@@ -50,7 +50,6 @@ def repeat(runs: int | Literal["auto"]) -> Repeat:
 
 
 def started(folder: Path) -> list[tuple[str, str]]:
-    """The side and the block of each start, in their order."""
     lines = (folder / "log").read_text().splitlines()
     return [(Path(line.split()[0]).name, line.partition("repeat.block=")[2].split()[0]) for line in lines]
 

@@ -112,6 +112,8 @@ class TestShown:
              r"# .*\nruns: 5\nmax: 60\ntied_within: 0.02\nseed: 0\nblock: null\nseries: null\n"),
             (["--cfg", "job", "--package", "repeat.runs", "repeat=5", "parallel=ddp,fsdp"],  # of several once each
              r"# run 0: [^#]*# run 1: [^#]*"),
+            (["--cfg", "job", "--package", "cluster.nodes", "cluster=slurm", "cluster.nodes=1,2"],  # and no SLURM
+             r"# run 0: .*\n1\n---\n# run 1: .*\n2\n"),
             (["--help", "repeat=5"], r"ptdbench: [\s\S]*"),
         ],
     )  # fmt: skip

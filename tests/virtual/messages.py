@@ -20,8 +20,6 @@ MIB = 1 << 20
 
 
 class Id(ctypes.Structure):
-    """ncclUniqueId."""
-
     _fields_ = (("bytes", ctypes.c_char * 128),)
 
 

@@ -29,8 +29,6 @@ def numbers(seed: int, start: int, stop: int) -> Tensor:
 
 
 class Largest(Data):
-    """Samples of the task."""
-
     tokens_per_sample = None
 
     def __init__(self, *, seed: int, workers: int = 0, edition: str = "first") -> None:
@@ -58,8 +56,6 @@ class Largest(Data):
 
 
 class Kept(HeldOut):
-    """What is held out."""
-
     bytes_per_token = None
 
     def __len__(self) -> int:
@@ -189,8 +185,6 @@ class Last(nn.Linear):
 
 
 class Margin(nn.Linear):
-    """A model with a loss of its own."""
-
     def __init__(self, outputs: int = CLASSES) -> None:
         super().__init__(CLASSES, outputs)
 
@@ -217,8 +211,6 @@ class WithTargets(Margin):
 
 
 class OnlyLoss(WithTargets):
-    """Needs targets."""
-
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return super().forward(inputs, targets)
 
