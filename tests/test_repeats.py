@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from ptdbench.records import store
 from tests import forked
@@ -121,39 +119,6 @@ def test_auto_ends_where_nothing_is_to_be_compared_at_the_first_look(tmp_path, t
     assert done.returncode == 0, done.stderr
     assert [block(record) for record in runs(tmp_path / "sweep").values()] == [0, 1, 2]
     assert "3 blocks of at most 8: nothing to compare" in done.stderr.splitlines()
-
-
-@pytest.mark.thorough
-def test_as_jobs_on_this_machine_a_repeat_that_fails_ends_no_other(tmp_path, train):
-    (tmp_path / "fails").touch()
-    model = ("model=custom", "model._target_=tests.test_repeats.FailsOnce", "+model.in_features=8")
-    data = ("+model.out_features=4", "data=synthetic_vectors", "data.inputs=8", "data.outputs=4")
-    done = train("hydra/launcher=submitit_local", *model, *data, "parallel=ddp", *TOY[2:], "repeat=2")
-    assert done.returncode == 1, done.stderr
-    first, second = runs(tmp_path / "sweep").values()
-    assert (first["status"], block(first), first["error"]["message"]) == ("failed", 0, "this one is on purpose")
-    assert (second["status"], block(second), second["launcher"], second["world_size"]) == ("ok", 1, "local", 2)
-    assert first["fingerprint"] == second["fingerprint"]
-    assert f"0_FailsOnce_ddp, rank {first['error']['rank']}:\nTraceback" in done.stderr
-    assert done.stdout.count("status\n") == 1  # one table
-    told = [line for line in done.stderr.splitlines() if line.endswith((": started", ": failed", ": ok"))]
-    names = ("0 FailsOnce_ddp: started", "0_FailsOnce_ddp: failed", "1 FailsOnce_ddp: started", "1_FailsOnce_ddp: ok")
-    assert tuple(told) == names
-    done = train("sweep.resume=sweep")
-    assert done.returncode == 0, done.stderr
-    (other, again) = runs(tmp_path / "sweep").values()
-    assert other == second
-    assert (again["status"], block(again), again["directory"]) == ("ok", 0, first["directory"])
-
-
-class FailsOnce(nn.Linear):
-    """Its first step fails, of all runs in a folder."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if not inputs.is_meta and (flag := Path("fails")).exists():  # not where its FLOPs are counted
-            flag.unlink(missing_ok=True)  # by whichever rank comes first
-            raise RuntimeError("this one is on purpose")
-        return super().forward(inputs)
 
 
 @pytest.mark.thorough
