@@ -73,15 +73,12 @@ def test_what_would_have_been_seen_is_among_all_pairs():
     assert among.detectable == significance.compare(apart, significance.LEVEL / 3).detectable > alone.detectable
 
 
-def test_a_single_alternative_has_no_order():
+def test_one_alternative_and_single_runs_of_an_unknown_machine_have_no_order():
     found = ranked(repeated("ddp", STEADY))
     assert (found.places[0].rank, ranking.remark(found)) == ((1, 1), None)
     assert found.places[0].margin == significance.margin(Pool([sample := found.places[0].alternative.sample]), sample)
     nothing = ranked([failed("ddp", "no")])
     assert ([place.rank for place in nothing.places], ranking.remark(nothing)) == ([None], None)
-
-
-def test_single_runs_without_knowledge_of_the_machine_have_no_order():
     found = ranked([run("ddp", 1000.0)], [run("fsdp", 100.0)])
     assert [(place.rank, place.margin, place.against_best) for place in found.places] == [((1, 2), None, None)] * 2
     assert ranking.remark(found) == "one run each: not ranked; repeat=5 ranks them"

@@ -84,9 +84,10 @@ def spec(read: config.Config) -> run_spec.RunSpec:
     return run_spec.specify(read, world, shape.gpus_per_node)
 
 
-def test_the_groups_are_those_the_program_knows():
+def test_the_groups_and_the_commands_are_there():
     chosen = {path.parent.name for path in FILES} - {"experiment"}  # which is other groups' choices
     assert chosen == set(config.GROUPS) - {"train", "eval", "checkpoint", "profile", "sweep", "repeat"}
+    assert {"", "-m model=gpt_tiny parallel=ddp,pdp,fsdp"} <= set(SHOWN)
 
 
 @pytest.mark.parametrize("path", FILES, ids=identity)
@@ -124,10 +125,6 @@ def test_numbers_are_numbers():
     for options, rate, decay in (["optimizer=adamw"], 1e-3, 0.1), (["optimizer=sgd", "optimizer.lr=3e-4"], 3e-4, 1e-4):
         made = run_spec.specify(read(*options), None).training.optimizer(weight)
         assert (made.defaults["lr"], made.defaults["weight_decay"]) == (rate, decay)
-
-
-def test_there_are_commands_to_compose():
-    assert {"", "-m model=gpt_tiny parallel=ddp,pdp,fsdp"} <= set(SHOWN)
 
 
 @cases("command", SHOWN, daily=commands((ROOT / "README.md").read_text()))

@@ -64,7 +64,7 @@ def test_ignored_sighup_stays_ignored(before):
         signal.signal(signal.SIGHUP, was)
 
 
-def test_temporary_folder_too_long_for_sockets_is_refused(monkeypatch):
+def test_missing_or_too_long_temporary_folder_is_refused(monkeypatch, tmp_path):
     address = Path(arbitrary_address("AF_UNIX"))
     room = 107 - len(str(address)) + len(str(address.parents[1]))
     monkeypatch.setattr(tempfile, "tempdir", "/" + (room - 1) * "x")
@@ -72,9 +72,6 @@ def test_temporary_folder_too_long_for_sockets_is_refused(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/" + room * "x")
     with pytest.raises(ConfigError, match=f"^TMPDIR=/x+: at most {room} bytes.*; try TMPDIR=/tmp$"):
         local.check_sockets()
-
-
-def test_missing_temporary_folder_is_refused(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "file")])

@@ -242,14 +242,12 @@ def in_each(present, size, ask):
         )
 
 
-def test_absent_rank_has_the_value_of_the_last_present_one():
+def test_present_ranks_answer_for_absent_ones():
     assert (
         in_each([1, 4], 6, lambda collectives, rank: collectives.gather(f"r{rank}"))
         == [["r1", "r1", "r1", "r1", "r4", "r4"]] * 2
     )
 
-
-def test_reductions_are_over_present_ranks():
     def ask(collectives, rank):
         numbers = torch.tensor([float(rank), -1.0])
         collectives.barrier()

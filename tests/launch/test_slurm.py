@@ -108,13 +108,11 @@ class TestOtherClusters:
             Partition("empty", False, 0, 60, (), 0),
         ]
 
-    def test_hanging_command_is_quoted(self, fake, monkeypatch):
+    def test_commands_that_hang_or_cannot_start_are_told(self, fake, monkeypatch, tmp_path):
         monkeypatch.setattr(commands, "PATIENCE", 2)
         fake("sinfo", "echo 'sinfo: error: Unable to contact slurm controller' >&2; exec sleep 600")
         with pytest.raises(SlurmError, match=r"^sinfo did not answer in 2 s\nUnable to contact slurm controller$"):
             commands.partitions()
-
-    def test_unstartable_command_is_named(self, fake, tmp_path):
         fake("sinfo", "")
         (tmp_path / "bin" / "sinfo").chmod(0o644)
         with pytest.raises(SlurmError, match=r"^sinfo cannot be started: Permission denied$"):

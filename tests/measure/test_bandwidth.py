@@ -34,16 +34,13 @@ def test_bus_bandwidth_of_worked_examples(op):
 SIZES = [8 * 4**power for power in range(13)]
 
 
-def test_a_line_is_found_exactly():
+def test_a_line_is_found_exactly_and_small_messages_count_as_much():
     line = fit(SIZES, [2e-5 + 3e-10 * size for size in SIZES])
     assert (line.alpha, line.beta) == (pytest.approx(2e-5), pytest.approx(3e-10))
     assert line.max_relative_error < 1e-9
     assert line.r2 == pytest.approx(1)
     assert line.points == 13
-
-
-def test_small_messages_count_as_much_as_large_ones():
-    """The largest message is 10 % off; without weights its error alone would move alpha by far more than alpha."""
+    # The largest message is 10 % off; without weights its error alone would move alpha by far more than alpha.
     times = [2e-5 + 3e-10 * size for size in SIZES]
     times[-1] *= 1.1
     assert fit(SIZES, times).alpha == pytest.approx(2e-5, rel=0.05)

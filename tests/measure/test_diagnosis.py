@@ -28,14 +28,11 @@ def test_slow_is_what_is_below_the_median_of_its_peers(rates, expected):
     assert diagnosis.slow(rates, dict.fromkeys(rates, "all"), 0.05) == pytest.approx(expected)
 
 
-def test_only_peers_count_and_the_tolerance_is_the_callers():
+def test_only_peers_count_and_of_all_attempts_the_best():
     rates = {"a": 900.0, "b": 890.0, "c": 20.0, "d": 10.0}
     peers = {"a": "near", "b": "near", "c": "far", "d": "far"}
     assert diagnosis.slow(rates, peers, 0.05) == {"d": pytest.approx(0.5)}
     assert diagnosis.slow(rates, peers, 0.6) == {}
-
-
-def test_the_best_of_all_attempts_counts():
     assert diagnosis.best_of([{0: 5.0, 1: 9.0}, {0: 7.0, 1: 8.0}, {0: 6.0}]) == {0: 7.0, 1: 9.0}
 
 

@@ -297,20 +297,16 @@ class TestRepeated:
     def names(self, module):
         return list(chain.repeated(module))
 
-    def test_longest_list_of_one_class(self):
+    def test_the_longest_lists_of_one_class_are_the_blocks(self):
         assert self.names(Net()) == ["blocks.0", "blocks.1", "blocks.2"]
         assert self.names(sequential()) == []
         assert self.names(nn.ModuleList(nn.Linear(2, 2) for _ in range(3))) == []  # single layers are no blocks
-
-    def test_shorter_lists_of_the_class_count(self):
         from torchvision.models import resnet18
 
         assert self.names(resnet18()) == [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
 
-    def test_lists_within_blocks_are_ignored(self):
+    def test_lists_within_blocks_are_ignored_and_stages_of_growing_width_none(self):
         assert self.names(nn.ModuleList(Heads() for _ in range(4))) == ["0", "1", "2", "3"]
-
-    def test_stages_of_growing_width_are_none(self):
         stages = nn.ModuleList(Heads(width) for width in (2, 4))
         assert self.names(stages) == [f"{stage}.heads.{block}" for stage in (0, 1) for block in range(8)]
 

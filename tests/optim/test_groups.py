@@ -30,12 +30,10 @@ class TestRules:
         ]
         assert of_name["head.norm.weight"] == of_name["blocks.0.mlp.up.bias"] == "vectors"
 
-    def test_of_convolutions(self):
+    def test_of_convolutions_and_models_without_known_names(self):
         of_name = by_name(ResNet(depth=18, classes=10))
         assert {of_name[name] for name in of_name if name.endswith("bias")} == {"vectors"}
         assert set(of_name.values()) == {"kernels", "head", "vectors"}
-
-    def test_of_a_model_without_known_names(self):
         model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2), nn.Softmax(-1))
         of_name = by_name(model)
         assert [of_name[f"{number}.weight"] for number in range(4)] == ["embeddings", "matrices", "vectors", "head"]

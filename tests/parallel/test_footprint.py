@@ -23,9 +23,14 @@ def uneven() -> GPT:
     return gpt(heads=2, width=14, sequence_length=6, vocabulary=42)
 
 
-def test_an_average_is_another_copy():
+def test_an_average_is_another_copy_that_replicas_divide():
     (plain,), (more,) = (footprints(uneven(), ADAMW, average=average) for average in (False, True))
     assert more == Footprint(plain.weights, plain.gradients, plain.optimizer + plain.weights)
+    strategy = Strategy(replicate="auto", optimizer="zero1")
+    (whole,), (divided,) = (
+        footprints(uneven(), ADAMW, options, strategy.dims(4), average=True) for options in (Strategy(), strategy)
+    )
+    assert whole.optimizer / 4 < divided.optimizer < whole.optimizer / 3
 
 
 @pytest.mark.parametrize(("in_buckets", "copies"), [(True, 1), (False, 2)])
@@ -33,14 +38,6 @@ def test_gradients_without_bucket_views_count_twice(in_buckets, copies):
     strategy = Strategy(replicate="auto", gradient_as_bucket_view=in_buckets)
     (footprint,) = footprints(uneven(), ADAMW, strategy, strategy.dims(4), average=False)
     assert footprint.gradients == copies * footprint.weights
-
-
-def test_replicas_divide_averages_too():
-    strategy = Strategy(replicate="auto", optimizer="zero1")
-    (whole,), (divided,) = (
-        footprints(uneven(), ADAMW, options, strategy.dims(4), average=True) for options in (Strategy(), strategy)
-    )
-    assert whole.optimizer / 4 < divided.optimizer < whole.optimizer / 3
 
 
 def test_footprint_of_a_users_stages():

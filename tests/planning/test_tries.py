@@ -12,14 +12,12 @@ def training(*words: str) -> TrainingSpec:
     return run_spec.specify(read("device=cpu", "cluster.ranks_per_node=2", *words), None).training
 
 
-def test_micro_batches_divide_a_replicas_share() -> None:
+def test_micro_batches_divide_a_share_and_a_pipeline_has_as_many_as_stages() -> None:
     found = layouts(training("parallel=fsdp", "train.global_batch=24"))
     assert {size: layout.accumulation for size, layout in found.items()} == {1: 12, 2: 6, 3: 4, 4: 3, 6: 2, 12: 1}
-
-
-def test_a_pipeline_has_as_many_as_it_has_stages() -> None:
     found = layouts(training("parallel=pdp", "train.global_batch=12"))
     assert {size: layout.microbatches for size, layout in found.items()} == {1: 12, 2: 6, 3: 4, 4: 3, 6: 2}
+    assert [*layouts(training("parallel=pdp", "parallel.microbatches=4", "train.global_batch=16"))] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -27,10 +25,6 @@ def test_a_batch_that_is_free_grows_with_the_micro_batch(schedule: str) -> None:
     """With as many micro-batches as ranks, also of a schedule that could run one, and would hold one."""
     found = layouts(training("parallel=pdp", f"parallel.schedule={schedule}"), is_free=True)
     assert [found[size].global_batch for size in (1, 4)] == [2, 8]
-
-
-def test_what_the_schedule_cannot_run_is_left_out() -> None:
-    assert [*layouts(training("parallel=pdp", "parallel.microbatches=4", "train.global_batch=16"))] == [1, 2, 4]
 
 
 def test_two_passes_stand_for_more() -> None:

@@ -254,10 +254,13 @@ def test_trace_without_phases_is_refused(read, events, device, message):
         read(*events, device=device)
 
 
-def test_large_trace_is_refused(read, monkeypatch):
+def test_large_traces_and_those_without_kernels_are_refused(read, monkeypatch, tmp_path):
     monkeypatch.setattr(of_traces, "MOST_BYTES", 100)
     with pytest.raises(ValueError, match=r"at most 100 are read; try profile\.steps=1"):
         read(*step(0, 1, 3, 10))
+    path = write(tmp_path / "trace.json", label("ProfilerStep#5", 1, 2))
+    with pytest.raises(ValueError, match="holds no kernels"):
+        trace.launched_in_steps(path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"traceEvents": [{"ph": "X", "name": "a"}]}', '{"traceEvents": 3}'])
@@ -274,9 +277,3 @@ def test_kernels_count_in_the_step_of_their_launch(tmp_path):
     kernels = kernel("early", 1.2, 1.3, 1), kernel("ncclDevKernel_AllReduce", 9, 10, 2)
     path = write(tmp_path / "trace.json", *labels, launched(0.5, 1), launched(1.5, 2), *kernels)
     assert [one.name for one in trace.launched_in_steps(path)[0]] == ["ncclDevKernel_AllReduce"]
-
-
-def test_trace_without_kernels_is_refused(tmp_path):
-    path = write(tmp_path / "trace.json", label("ProfilerStep#5", 1, 2))
-    with pytest.raises(ValueError, match="holds no kernels"):
-        trace.launched_in_steps(path)

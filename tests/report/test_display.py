@@ -160,25 +160,19 @@ class TestLines:
         before = display._units_per_step
         assert display.show(112.5) == before / 0.5
 
-    def test_a_rank_without_a_heading_is_silent(self, stream, wall):
+    def test_without_a_heading_or_a_reader_it_is_silent(self, stream, wall, monkeypatch, capsys):
         with shown(stream, wall, heading=None) as display:
             display.begin_steps(0, 10, "tokens", 1)
             at_step(display, 10, 99.0)
         assert stream.getvalue() == ""
-
-    def test_a_closed_stream_is_silence(self, stream, wall):
         display = begun(stream, wall)
         stream.close()
         at_step(display, 2, 70.0)
-
-    def test_a_reader_that_went_away_is_silence(self, wall):
         reader, writer = os.pipe()
         os.close(reader)
-        with os.fdopen(writer, "w", buffering=1) as stream:
-            at_step(begun(stream, wall), 1, 60.0)
-            at_step(begun(stream, wall), 2, 61.0)
-
-    def test_no_standard_error_is_silence(self, monkeypatch, wall, capsys):
+        with os.fdopen(writer, "w", buffering=1) as pipe:
+            at_step(begun(pipe, wall), 1, 60.0)
+            at_step(begun(pipe, wall), 2, 61.0)
         monkeypatch.setattr("sys.stderr", None)
         at_step(begun(None, wall), 1, 60.0)
         assert capsys.readouterr().out == ""

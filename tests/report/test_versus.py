@@ -44,23 +44,21 @@ class TestMatch:
         assert not ddp.known.is_paired
         assert found.remarks == []
 
-    def test_one_configuration_on_each_side_is_a_pair(self):
+    def test_one_configuration_on_each_side_is_a_pair_and_what_one_side_has_alone_is_named(self):
         found = match(before("ddp"), after("fsdp", 0.8))
         assert [(pair.label, pair.verdict) for pair in found.pairs] == [("ddp → fsdp", "slower")]
         assert found.remarks == []
         (same_blocks,) = match(before("ddp"), before("fsdp", 0.999)).pairs
         assert (same_blocks.known.is_paired, same_blocks.verdict) == (True, "slower")
-
-    def test_what_one_side_has_alone_is_named(self):
         found = match([*before("ddp"), *before("pdp")], [*after("fsdp"), *after("ddp"), *after("tp")])
         assert [pair.label for pair in found.pairs] == ["ddp"]
         assert (found.remarks, status(found, None)) == (["only before: pdp", "only after: fsdp, tp"], 0)
-
-    def test_nothing_in_common(self):
         seeds = [with_option([*before("ddp"), *before("fsdp")], seed=seed) for seed in (1, 2)]
         said = "before: ddp seed=1, fsdp seed=1; after: ddp seed=2, fsdp seed=2; give runs"
         with pytest.raises(Incomparable, match=f"^no configuration is in both: {said}"):
             match(*seeds)
+        sides = [[*of("ddp"), *of("ddp", model="toy")] for of in (before, after)]
+        assert [pair.label for pair in match(*sides).pairs] == ["gpt_tiny ddp", "toy ddp"]
 
     @pytest.mark.parametrize("names", [["ddp"], ["ddp", "fsdp"]])
     def test_other_work_is_refused(self, names):
@@ -69,10 +67,6 @@ class TestMatch:
 
         with pytest.raises(Incomparable, match="they did other work, precision=fp32 and precision=bf16; give runs of"):
             match(runs(before, "fp32"), runs(after, "bf16"))
-
-    def test_models_are_named_where_there_are_several(self):
-        sides = [[*of("ddp"), *of("ddp", model="toy")] for of in (before, after)]
-        assert [pair.label for pair in match(*sides).pairs] == ["gpt_tiny ddp", "toy ddp"]
 
     def test_options_that_one_version_alone_has_tell_nothing_apart(self):
         sides = of(before(), ptdbench="1"), of(with_option(after(), new={"option": 1, "other": 2}), ptdbench="2")
@@ -325,11 +319,9 @@ class TestText:
         text = shown(match(side, after(rates=STEADY[:3])))
         assert re.search(r"^ddp .*?(±\S*)", text, re.MULTILINE)[1] == expected["ddp"]
 
-    def test_full_hashes_of_commits_are_shortened_in_headings(self):
+    def test_commits_are_shortened_and_samples_named(self):
         heading = render(match(before(), after()), ("a" * 40, "b" * 40), 200).splitlines()[0]
         assert "  aaaaaaaaaa tokens/s  bbbbbbbbbb tokens/s  " in heading
-
-    def test_samples_are_named_where_they_are_not_tokens(self):
         text = shown(match([run("ddp", None)], [run("ddp", None, directory="other")]))
         assert "before samples/s" in text
 

@@ -67,13 +67,10 @@ def test_convolutions_need_more_than_is_known():
     assert told not in virtual.explained(RUN, "ddp", 140)
 
 
-def test_what_came_to_its_end_without_a_throughput_gives_no_reason():
+def test_what_is_not_known_has_its_reason_and_what_is_over_none():
     ended = [run(name, kind=kind, metrics=None) for name, kind in (("ddp", "virtual"), ("fsdp", "planned"))]
     assert "no reason on record" not in render(ended)
     assert "ddp: ok: no reason on record" in render([run(metrics=None)])
-
-
-def test_why_kernels_are_not_known_stands_in_their_place():
     found = virtual.explained(RUN | {"virtual": {**RUN["virtual"], "reason": "profile.steps=0"}}, "fsdp", 140)
     assert "no kernels and no messages: profile.steps=0" in found
     assert "all_gather" not in found

@@ -215,13 +215,11 @@ class TestLinks:
         assert len(first) == 13
         assert "both directions at once, the 10 slowest of 66 pairs" in text
 
-    def test_overlap_says_what_is_hidden(self):
+    def test_overlap_says_what_is_hidden_and_nothing_measured_is_no_error(self):
         times = {"communication": 1e-3, "computation": 1e-3, "together": 1.5e-3, "hidden": 0.5}
         found = p2p(2, overlap=[{"ranks": [0, 1], "bytes": 2**20, **times}])
         text = p2p_tables(convert(found, P2P), 100)
         assert cells(text.split("\n\n")[-1], "0 and 1") == ["0 and 1", "1 MiB", "1.00 ms", "1.00 ms", "1.50 ms", "50%"]
-
-    def test_nothing_measured_is_no_error(self):
         nothing = {"source": 0, "target": 1, "latency": None, "bandwidth": None, "fit": None, "sizes": []}
         cut = [{"source": 0, "target": 1, "from_bytes": 8, "reason": "too long"}]
         found = {"pairs": [nothing], "both": [{"ranks": [0, 1], "sizes": []}], "overlap": [], "cut": cut}

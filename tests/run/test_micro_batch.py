@@ -107,12 +107,9 @@ def test_one_that_accumulates_nothing_fits_where_whole_gradients_do_not(tmp_path
     assert [one["micro_batch"] for one in search["micro_batch"]["tries"]] == [1, 8]
 
 
-def test_none_fits(tmp_path, room):
+def test_none_fits_and_what_fails_otherwise_is_no_matter_of_memory(tmp_path, room):
     with pytest.raises(MemoryError, match=r"not even micro-batch 1 fits into 1\.0 GiB: it needs 1\.2 GiB"):
         found(tmp_path, of_memory(lambda size: 600 + size), "train.micro_batch=max")
-
-
-def test_what_fails_for_another_reason_is_no_matter_of_memory(tmp_path, room):
     error = {"rank": 1, "type": "ValueError", "message": "no such layer", "traceback": ""}
     with pytest.raises(Broken, match="the trial run of micro-batch 1 ended without a result: failed on rank 1:"):
         found(tmp_path, lambda *_: {"status": "failed", "error": error}, "train.micro_batch=max")

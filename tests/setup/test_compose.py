@@ -62,17 +62,13 @@ class TestJobs:
         parsed = OverridesParser.create().parse_overrides(words)
         assert _jobs(parsed) == BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
 
-    def test_a_list_that_is_shuffled_has_each_value_once_and_one_order(self):
+    def test_a_shuffled_list_and_a_glob_and_the_data_of_a_model(self):
         composed, again = (compose("seed=shuffle(range(1,7))", multirun=True) for _ in range(2))
         seeds = [job.seed for job in composed.wholes]
         assert sorted(seeds) == [1, 2, 3, 4, 5, 6] != seeds
         assert composed.overrides == again.overrides == [[f"seed={seed}"] for seed in seeds]
-
-    def test_a_glob_is_every_choice_there_is(self):
         found = {job.parallel.name for job in compose("parallel=glob(*)", multirun=True).wholes}
         assert found == {path.stem for path in (CONF / "parallel").iterdir()}
-
-    def test_models_bring_the_data_that_suit_them_and_the_command_line_wins(self):
         assert compose("model=resnet18").wholes[0].data.name == "synthetic_images"
         assert compose("model=toy", "data=text").wholes[0].data.name == "text"
 
@@ -115,11 +111,9 @@ class TestMisspellings:
         (line,) = refused(override)
         assert re.fullmatch(rf"{override}: there is no such choice; try (\w+, )*{meant}(, \w+)*", line)
 
-    def test_parts_that_a_person_does_not_set_are_not_offered(self):
+    def test_what_nobody_sets_is_not_offered_and_all_come_at_once_also_in_a_sweep(self):
         found = refused("optimizer.nam=x", "optimizer.partial=true", "optimizer.target=x")
         assert not re.search(r": .*(name\b|_target_|_partial_)", "\n".join(found))
-
-    def test_all_at_once_also_in_the_middle_of_a_sweep(self):
         found = refused("model=toy,gpt_tyny,gpt_tiny", "parallel=pddp", "train.stepz=3", "seed=1", multirun=True)
         assert [line.partition(":")[0] for line in found] == ["model=gpt_tyny", "parallel=pddp", "train.stepz=3"]
 

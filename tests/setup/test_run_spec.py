@@ -33,19 +33,15 @@ def rank_of(size: int, local_size: int | None = None) -> World:
 
 
 class TestSound:
-    def test_the_defaults_are_two_replicas_over_gloo(self):
+    def test_the_defaults_are_two_replicas_over_gloo_and_the_model_costs_nothing_yet(self):
         made = make()
         assert (made.device_type, made.backend) == ("cpu", "gloo")
         assert (made.training.layout.dims, made.training.layout.micro_batch) == (Dims(replicate=2), 8)
         assert made.device(1) == torch.device("cpu")
-
-    def test_what_is_offloaded_has_a_way_to_other_ranks(self):
         made = make("parallel=fsdp", "offload=optimizer_and_weights")
         assert made.backends == "gloo"
         assert replace(made, backend="nccl").backends == "cpu:gloo,cuda:nccl"
         assert replace(make("parallel=fsdp"), backend="nccl").backends == "nccl"
-
-    def test_the_model_costs_nothing_yet(self):
         made = make("model=gpt_1t")
         assert made.training.parameters > 1e12
         assert all(tensor.is_meta for tensor in made.training.model.state_dict().values())
@@ -80,6 +76,7 @@ TOLD = {
     "train.global_batch=17": "must be a multiple of the number of data-parallel replicas, 2; try 16, 18",
     "parallel=pdp cluster.ranks_per_node=8 parallel.pipeline=8": "… the model's layers, 4; try 2, 4",
     "data.path=/no/such/books": "there is no such file or folder",
+    "data=synthetic_images": "does not suit model=gpt_tiny: …",
     "offload=optimizer_and_weights": "is for sharded weights, …; try parallel=fsdp,hsdp",
     "parallel=fsdp parallel.reshard_after_forward=half": "must be true or false or a whole number",
     "precision=fp16 parallel.gradients=powersgd": "is not for scaled losses: …; try auto, or precision=bf16",
@@ -183,10 +180,6 @@ class TestRefused:
         assert refused("cluster.ranks_per_node=3", world=rank_of(4)) == [told]
         told = "parallel.pipeline=2: replicate(auto) x pipeline(2) must be the number of ranks, 3; try 3"
         assert refused("parallel=pdp", "parallel.pipeline=2", world=rank_of(3)) == [told]
-
-    def test_data_that_do_not_suit_the_model(self):
-        told = "data=synthetic_images: does not suit model=gpt_tiny: …"
-        assert refused("data=synthetic_images") == [Abridged(told)]
 
     def test_everything_at_once_as_far_as_it_can_be_judged(self):
         wrong = ["precision=fp4", "train.global_batch=17", "model.heads=3", "optimizer.lr=-1"]

@@ -17,14 +17,11 @@ from tests.refusals import Abridged, refusal_of
 from tests.report.made import made
 
 
-def test_repeats_share_a_title_that_is_made_once(asked, monkeypatch):
+def test_repeats_share_a_title_and_a_search_knows_no_number(asked, monkeypatch, tmp_path):
     eta, counts = SweepEta(asked("seed=0", "repeat.runs=50")), []
     monkeypatch.setattr("ptdbench.sweep.agenda.titles", lambda drafts: counts.append(len(drafts)) or titles(drafts))
     assert [eta.heading(number).title for number in range(3)] == ["toy ddp"] * 3
     assert counts == [1]
-
-
-def test_a_search_does_not_know_how_many_there_will_be(asked, tmp_path):
     runs = asked("seed=0,1")
     agenda = Agenda(tmp_path, runs[:1], searches=True)
     assert str(agenda.eta.heading(0)) == "[1] toy ddp"

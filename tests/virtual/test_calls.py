@@ -31,8 +31,10 @@ def test_memory_has_pages_and_ends_after_the_context(answers):
     assert memory["free_twice"] == INVALID
 
 
-def test_used_device_has_a_context(answers):
+def test_devices_have_a_context_once_used_and_their_names_and_no_forks(answers):
     assert answers["contexts"] == [[0, 0], [1, 0], [1, 1]]
+    assert answers["names"] == {"statuses": [0, 0, 0, 0, INVALID + 1], "count": 2, "name": f"virtual {DEVICE.name}"}
+    assert answers["fork"] == NOT_INITIALIZED
 
 
 def test_addresses_outlast_memory(answers):
@@ -71,14 +73,6 @@ def test_work_takes_time_only_in_real_time(answers, in_real_time):
     assert answers["clocks"]["while_busy"] == [0, 0]
     assert in_real_time["clocks"]["while_busy"] == [NOT_READY, NOT_READY]
     assert in_real_time["clocks"]["when_over"] == 0
-
-
-def test_nvml_sees_the_same_devices(answers):
-    assert answers["names"] == {"statuses": [0, 0, 0, 0, INVALID + 1], "count": 2, "name": f"virtual {DEVICE.name}"}
-
-
-def test_fork_of_a_cuda_process_cannot_use_cuda(answers):
-    assert answers["fork"] == NOT_INITIALIZED
 
 
 def test_unimplemented_call_fails_and_is_named_once(answers):

@@ -55,11 +55,8 @@ def test_torch_sees_the_devices_properties(answers, asked, expected):
     assert answers[asked] == expected
 
 
-def test_out_of_memory_is_torchs_own_error(answers):
+def test_memory_ends_with_torchs_own_error_and_a_step_leaves_its_state(answers):
     assert "Tried to allocate 30.00 GiB. GPU 0 has a total capacity of 20.00 GiB" in answers["out_of_memory"]
-
-
-def test_step_leaves_weights_gradients_and_state(answers):
     weights = 512 * 1024 * 4
     counters = 512  # AdamW's count of steps, in the smallest block
     assert answers["steps"]["bytes"] == 4 * weights + counters
