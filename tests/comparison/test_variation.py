@@ -147,15 +147,12 @@ def test_earlier_sweeps_judge_single_runs_and_those_alone():
         assert between(*pair, earlier=earlier) == between(*pair)
 
 
-def test_many_others_outweigh_a_pair_at_most_two_to_one():
+def test_others_and_a_prior_are_worth_no_more_than_their_limit():
     """Three runs that are alike by chance must not look like those of a quiet configuration."""
     random = RANDOM(2)
     one, other, *others = (sample(random, 3, own=own) for own in [""] * 40)
     found = between(one, other, *others).freedom, Pool([one, *others]).mean_error(one)[1]
     assert all(2 + 3 < freedom < 2 + 2 * 2 for freedom in found)
-
-
-def test_a_prior_is_never_worth_more_than_its_limit():
     for freedom in (1, 8, 1e9):
         prior = Spread(0.04 * freedom, freedom).as_prior()
         assert prior.deviation == pytest.approx(0.2)

@@ -157,8 +157,12 @@ class TestHistory:
         down.unlink()
         assert commands.queue(["9"])["9"].state == "TIMEOUT"
 
-    def test_without_sacct_ended_jobs_are_absent(self):
+    def test_missing_and_disabled_sacct_leave_ended_jobs_out_and_are_asked_once(self, fake, tmp_path):
         assert commands.queue(["9"]) == {}
+        fake("sacct", f"echo x >> {tmp_path}/asked; echo 'Slurm accounting storage is disabled' >&2; exit 1")
+        for _ in range(3):
+            assert commands.queue(["9"]) == {}
+        assert (tmp_path / "asked").read_text() == "x\n"
 
     def test_elements_that_never_began_have_their_arrays_name(self, fake):
         elements = [f"7_[{listed}]|CANCELLED by 0|00:00:00|None assigned|None|mine" for listed in ("1-2", "4,6,...")]
@@ -174,12 +178,6 @@ class TestHistory:
         fake("scancel", f"echo $* > {tmp_path}/canceled")
         assert commands.cancel_named(["mine"]) == ["7"]
         assert (tmp_path / "canceled").read_text() == "--quiet 7\n"
-
-    def test_disabled_sacct_is_asked_once(self, fake, tmp_path):
-        fake("sacct", f"echo x >> {tmp_path}/asked; echo 'Slurm accounting storage is disabled' >&2; exit 1")
-        for _ in range(3):
-            assert commands.queue(["9"]) == {}
-        assert (tmp_path / "asked").read_text() == "x\n"
 
 
 class TestRealSlurm:

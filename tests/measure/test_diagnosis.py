@@ -46,15 +46,12 @@ def test_slow_ones_are_named_with_their_share_and_marked_if_other_load_may_have_
     assert [other.beside_load for other in others] == [True, True]
 
 
-def test_the_verdict():
+def test_the_verdict_and_versions_that_differ():
     """Busy is what other load may have caused, and nothing else."""
     slow = Finding("slow rank", [1], "slow", beside_load=True)
     shared = [*diagnosis.gpu_troubles(0, replace(GPU, processes=2), 1, [0])]
     found = ([], [slow, slow], [slow, Finding("versions", [1], "")], shared)
     assert [diagnosis.verdict(one) for one in found] == ["sound", "busy", "unsound", "busy"]
-
-
-def test_versions_that_differ_are_named_with_their_ranks():
     same = {"torch": "2.15.0", "python": "3.11.7", "driver": "550.54", "host": "n1"}
     (found,) = diagnosis.different_versions([same, {**same, "host": "n2"}, {**same, "driver": None, "host": "n3"}])
     assert found == Finding("versions", [2], "driver differs: 550.54 on ranks 0, 1, None on rank 2")

@@ -68,13 +68,10 @@ def test_median_interval_ranks(count, expected):
     assert median_interval(range(count, 0, -1)) == expected
 
 
-def test_paired_ratio_of_proportional_timings_is_exact():
+def test_paired_ratio_is_exact_and_counts_rare_costs():
     base = [1.0, 2.0, 4.0, 3.0]
     ratio = paired_ratio([1.5 * seconds for seconds in base], base)
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((1.5, 1.5, 1.5))
-
-
-def test_paired_ratio_counts_a_cost_that_falls_on_few_steps():
     base = [1.0] * 100
     ratio = paired_ratio([2.0 if step % 10 == 0 else 1.0 for step in range(100)], base)
     assert ratio.value == pytest.approx(1.1)

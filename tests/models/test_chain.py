@@ -305,12 +305,11 @@ class TestRepeated:
 
         assert self.names(resnet18()) == [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
 
-    def test_lists_within_blocks_are_ignored_and_stages_of_growing_width_none(self):
+    def test_lists_within_blocks_are_not_listed_and_stages_of_growing_width_none(self):
         assert self.names(nn.ModuleList(Heads() for _ in range(4))) == ["0", "1", "2", "3"]
         stages = nn.ModuleList(Heads(width) for width in (2, 4))
         assert self.names(stages) == [f"{stage}.heads.{block}" for stage in (0, 1) for block in range(8)]
 
-    def test_blocks_in_blocks_are_not_listed_twice(self):
         class Outer(nn.Module):
             def __init__(self):
                 super().__init__()

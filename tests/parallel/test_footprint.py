@@ -48,16 +48,13 @@ def test_footprint_of_a_users_stages():
     assert [stage.weights for stage in stages] == [stage.gradients for stage in stages] == [4 * 7 * 8, 4 * 9 * 4]
 
 
-def test_optimizer_that_reads_values_is_refused():
+def test_what_cannot_be_foreseen_is_refused_and_a_trillion_allocates_nothing():
     class Reader(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             return self.param_groups[0]["params"][0].sum().item()
 
     with pytest.raises(ConfigError, match="optimizer=Reader: the memory of its state is unknown, as it takes no step"):
         footprints(uneven(), Reader, average=False)
-
-
-def test_trillion_parameters_allocate_nothing():
     model = on_meta(nn.Linear, in_features=10**6, out_features=10**6, bias=False)
     (footprint,) = footprints(model, ADAMW, Strategy(shard=8), Dims(shard=8), average=False)
     assert footprint == Footprint(5 * 10**11, 5 * 10**11, 10**12 + 4)

@@ -27,15 +27,12 @@ def test_a_batch_that_is_free_grows_with_the_micro_batch(schedule: str) -> None:
     assert [found[size].global_batch for size in (1, 4)] == [2, 8]
 
 
-def test_two_passes_stand_for_more() -> None:
+def test_two_passes_stand_for_more_whose_samples_are_all_there() -> None:
     made = training("parallel=fsdp", "train.global_batch=24")
     shorter = [stand_in(made, layout) for layout in layouts(made).values()]
     assert [(one.global_batch, one.accumulation) for one in shorter] == [
         (4, 2), (8, 2), (12, 2), (16, 2), (24, 2), (24, 1)
     ]  # fmt: skip
-
-
-def test_all_samples_of_a_step_are_there_from_its_start_on() -> None:
     made = training("parallel=fsdp", "train.global_batch=24")
     one = sum(of_one.nbytes for of_one in made.data.example())
     assert [missing_sample_bytes(made, layout) // one for layout in layouts(made).values()] == [10, 8, 6, 4, 0, 0]

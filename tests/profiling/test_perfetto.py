@@ -33,16 +33,13 @@ def test_clocks_follow_rank_0(tmp_path, ahead, later, microseconds):
     assert times["b"] - times["a"] == microseconds
 
 
-def test_arrow_ids_are_unique_among_ranks(tmp_path):
+def test_ids_and_rows_of_messages_are_their_own(tmp_path):
     arrow = {"ph": "s", "id": 3, "pid": 1, "tid": 7, "ts": 0.0, "cat": "fwdbwd", "name": "fwdbwd"}
     events = merged(tmp_path, [arrow], [arrow])
     ids = [event["id"] for event in events if event["ph"] == "s"]
     assert ids[0] != ids[1]
     assert all(isinstance(number, int) for number in ids)  # Perfetto reads no others
-
-
-def test_messages_have_separate_rows(tmp_path):
-    """Perfetto drops what ends after what it is drawn in."""
+    # Perfetto drops what ends after what it is drawn in.
     call, message = called("send", 1, 2, [8]), {**sent("send", 1.5, 5, [8]), "tid": MAIN}
     events = merged(tmp_path, [call, message, event("aten::mm", 3, 4)])
     assert [event["name"] for event in events if event["ph"] == "X"] == ["c10d::send", "aten::mm"]

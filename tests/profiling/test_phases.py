@@ -19,15 +19,12 @@ def test_phases_add_up_to_the_step():
     }  # fmt: skip
 
 
-def test_wait_for_the_last_rank_counts_for_that_rank():
+def test_each_wait_counts_for_its_last_rank_in_its_step():
     found = parted([(2.0, 6.0)], [Call("all_reduce", 8, 1.0, 6.0)], [Ready(5.0, last=3)])
     assert (found.seconds["stragglers"], found.seconds["communication"]) == (3, 1)
     assert found.waited_for == [{3: 3.0}]
     of = found.traffic["all_reduce"]
     assert (of.calls, of.bytes, of.seconds, of.exposed_seconds) == (1, 8, 1, 1)
-
-
-def test_each_step_has_its_own_waits():
     calls = [Call("all_reduce", 8, start, start + 4) for start in (1.0, 3.0, 11.0)]
     ready = [Ready(4.0, last=3), Ready(6.0, last=1), Ready(14.0, last=1)]
     steps = ((0.0, 10.0), (10.0, 20.0), (20.0, 30.0))
@@ -35,33 +32,24 @@ def test_each_step_has_its_own_waits():
     assert found.waited_for == [{3: 3.0, 1: 1.0}, {1: 3.0}, {}]
 
 
-def test_wait_for_another_stage_is_a_bubble():
+def test_wait_for_a_stage_is_a_bubble_and_for_combine_the_fullest_experts():
     found = parted([(2.0, 6.0)], [Call("recv", 8, 2.0, 6.0, peer=0)], [Ready(5.5, last=0)])
     assert (found.seconds["bubble"], found.seconds["communication"]) == (3.5, 0.5)
-
-
-def test_wait_for_combine_is_for_the_fullest_experts():
     calls = [Call("dispatch", 8, 0.0, 2.0), Call("combine", 8, 3.0, 8.0)]
     found = parted([(0.0, 2.0), (3.0, 8.0)], calls, [Ready(1.0, last=1), Ready(7.0, last=1)])
     assert (found.seconds["stragglers"], found.seconds["experts"], found.seconds["communication"]) == (1, 4, 2)
 
 
-def test_hidden_communication_is_not_exposed():
+def test_what_is_beside_a_wait_decides_what_it_is():
     phases = {"backward": [(0.0, 8.0)]}
     found = parted([(8.0, 9.0)], [Call("all_reduce", 8, 1.0, 9.0)], [Ready(1.0)], phases)
     assert found.seconds["communication"] == 1
     assert found.traffic["all_reduce"].seconds == 8
-
-
-def test_wait_beside_a_ready_operation_is_communication():
     calls = [Call("all_gather", 8, 0.0, 5.0), Call("all_reduce", 8, 1.0, 7.0)]
     found = parted([(2.0, 7.0)], calls, [Ready(0.0), Ready(6.0, last=1)])
     assert found.traffic["all_gather"].exposed_seconds == 3
     assert found.seconds["stragglers"] == 1
     assert found.traffic["all_reduce"].exposed_seconds == 1
-
-
-def test_wait_after_an_operation_counts_for_it():
     found = parted([(2.0, 7.0)], [Call("all_reduce", 8, 1.0, 4.0)], [Ready(1.0)])
     assert found.traffic["all_reduce"].exposed_seconds == 5
     found = parted([(2.0, 7.0)], [], [])

@@ -56,16 +56,13 @@ def test_ddp_waits_in_cpp_for_the_last_all_reduce(read):
     assert times(call) == (3, 7)
 
 
-def test_waiting_thread_may_continue_before_the_recorded_end(read):
+def test_waits_end_when_recorded_and_are_none_without_communication(read):
     """Of two waits the last one counts."""
     last = [event(BACKWARD, 1, 4), *reduced(7.6), event("aten::add_", 7.5, 8)]
     assert milliseconds(read(*step(0, 1, 8, 9), *last).waits) == [(3, 3.5), (4, 7.5)]
     last[2] = {**last[2], "tid": 98}
     found = read(*step(0, 1, 8, 9), *reduced(5, begin=2.0, elements=500), *last)
     assert milliseconds(found.waits) == [(2, 2.5), (3, 3.5), (4, 7.5)]
-
-
-def test_pause_without_communication_is_no_wait(read):
     found = read(*step(0, 1, 8, 9), *reduced(3, begin=1.0), event(BACKWARD, 2, 4), event("aten::add_", 7.5, 8))
     assert milliseconds(found.waits) == [(1, 1.5)]
 
@@ -94,13 +91,10 @@ def test_gloo_all_reduce_of_a_reduce_scatter_has_that_name(read):
     assert (call.operation, call.bytes) == ("reduce_scatter", 256)
 
 
-def test_operations_of_one_size_have_their_own_messages(read):
+def test_operations_of_one_size_have_their_own_messages_within_steps(read):
     started = [called("allreduce_", 1, 1.5, [4]), called("allreduce_", 2, 2.5, [4])]
     found = read(*step(0, 1, 8, 9), *started, sent("all_reduce", 2.6, 3, [4]), sent("all_reduce", 3, 4, [4]))
     assert [times(call) for call in found.calls] == [(1, 3), (2, 4)]
-
-
-def test_waits_outside_steps_do_not_count(read):
     events = [label(trace.WAITING, 0, 12), called("allreduce_", 1, 2, [4]), sent("all_reduce", 1, 3, [4])]
     found = read(*step(10, 11, 18, 19), *events)
     assert milliseconds(found.waits) == [(10, 12)]

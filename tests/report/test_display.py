@@ -209,14 +209,12 @@ class TestLiveLine:
         line = display.line(width, 65.0)
         assert (line.left, line.right) == ("[2/8] gpt_tiny ddp  step 11/100", right)
 
-    def test_time_goes_on_during_a_step_and_then_it_is_late(self, terminal, wall):
+    def test_it_is_late_in_time_and_names_are_cut(self, terminal, wall):
         display = begun(terminal, wall)
         display.step(1, 51.0)
         at_step(display, 11, 61.0)
         assert display.line(80, 65.0).right.endswith("1:25 left")
         assert display.line(80, 73.0).right == "step 12: 12 s, before 1 s each"
-
-    def test_a_long_name_and_control_characters(self, terminal, wall):
         line = shown(terminal, wall, Heading("\x1b[2J" + "x" * 300)).line(80, 50.0)
         assert len(line.left) < 70
         assert line.left.startswith("\\x1b[2Jxxx")

@@ -51,15 +51,12 @@ def test_a_plan_of_some_passes_has_the_kernels_and_messages_of_these():
         assert f"{words}a step" in virtual.explained(plan | {"layout": {"accumulation": 2}}, "fsdp", 140)
 
 
-def test_experts_in_turn_are_told():
+def test_experts_and_convolutions_of_virtual_runs_are_told():
     of_experts = RUN | {"config": {"model": {"router": {"balance": "loss"}}}}
     told = "experts take turns by position, as with model.router.balance=forced"
     assert told in virtual.explained(of_experts, "ep", 140)
     assert sum(told in line for line in virtual.remarks([of_experts, of_experts, RUN])) == 1
     assert told not in virtual.explained(RUN, "fsdp", 140)
-
-
-def test_convolutions_need_more_than_is_known():
     of_images = RUN | {"virtual": {**RUN["virtual"], "kernels": {"convolution": [0, 3]}}}
     told = "convolutions have no workspaces"
     assert told in virtual.explained(of_images, "ddp", 140)

@@ -144,15 +144,13 @@ def collectives(*results, **changes):
 
 
 class TestCollectives:
-    def test_the_figures_of_a_size(self):
+    def test_the_figures_of_a_size_with_their_definitions(self):
         text = collectives(collective(), collective("barrier"))
         assert text.startswith("1 group of 4 ranks; every result was checked\n")
         assert cells(text, "all_reduce fp32 sum blocking") == [
             "all_reduce fp32 sum blocking", "1 MiB", "1.00 ms", "900 µs", "2.00 ms", "2.00", "3.00",
         ]  # fmt: skip
         assert cells(text, "barrier blocking") == ["barrier blocking", "-", "1.00 ms", "900 µs", "2.00 ms", "-", "-"]
-
-    def test_definitions_stand_beside_the_figures(self):
         text = collectives(collective(), collective("gather"), collective("all_gather"))
         assert "algbw = bytes / median seconds, after nccl-tests, doc/PERFORMANCE.md; n = 4 ranks" in text
         assert "busbw = algbw * 2(n-1)/n: all_reduce" in text

@@ -49,15 +49,13 @@ class TestJobs:
             hydra.job.num = 0
         assert Path(hydra.sweep.subdir).name == hydra.sweep.subdir
 
-    def test_a_sweep_is_every_combination_the_last_list_running_fastest(self):
+    def test_a_sweep_is_every_combination_in_hydras_order(self):
         options = ["model=toy,gpt_tiny", "parallel=ddp,pdp", "train.steps=5", "hydra.sweep.dir=here"]
         composed = compose(*options, multirun=True)
         assert labels(composed) == [
             ("toy", "ddp", 5), ("toy", "pdp", 5), ("gpt_tiny", "ddp", 5), ("gpt_tiny", "pdp", 5),
         ]  # fmt: skip
         assert (composed.is_sweep, composed.hydra.sweep.dir) == (True, "here")
-
-    def test_they_are_those_that_hydra_will_run_in_its_order(self):
         words = ["seed=1,2", "+model.depth=choice(4,5)", "parallel=ddp,pdp", "~eval", "data@x=range(0,2)", "seed=3,4"]
         parsed = OverridesParser.create().parse_overrides(words)
         assert _jobs(parsed) == BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]

@@ -46,14 +46,12 @@ class TestSound:
         assert made.training.parameters > 1e12
         assert all(tensor.is_meta for tensor in made.training.model.state_dict().values())
 
-    def test_flops_are_the_models_own_which_need_not_say_what_is_masked(self, monkeypatch):
+    def test_flops_are_the_models_own_or_have_a_reason(self, monkeypatch):
         training = make("model=toy", "model.inputs=6", "model.width=5", "model.outputs=4", "model.layers=3").training
         assert training.flops_per_sample == 4 * 6 * 5 + 6 * 5 * 5 + 6 * 5 * 4
         assert (training.flops_reason, training.masked_flops_per_sample) == (None, 0.0)
         monkeypatch.delattr(Toy, "masked_flops")
         assert make("model=toy").training.masked_flops_per_sample is None
-
-    def test_flops_that_nobody_knows_have_a_reason(self):
         made = make(*custom("unfathomable"))
         assert made.training.flops_per_sample is None
         assert "meta" in made.training.flops_reason
@@ -480,12 +478,18 @@ class TestVirtual:
 
     made = staticmethod(partial(make, device="auto"))
 
-    def test_there_are_as_many_as_are_asked_for_and_else_two(self):
+    def test_there_are_as_many_as_asked_for_of_its_memory_started_by_nobody_else(self):
         made = self.made("virtual=h100")
         assert (made.device_type, made.backend, made.world_size) == ("cuda", "nccl", 2)
         made = self.made("virtual=h100", "cluster.nodes=4", "cluster.ranks_per_node=8", "train.global_batch=32")
         assert (made.world_size, made.summary.fields["kind"]) == (32, "virtual")
         assert self.made("parallel=single", "virtual=a100").world_size == 1
+        asked = read("model=gpt_13b", "parallel=single", "virtual=a100")
+        with pytest.raises(ConfigError, match=r"its GPU has 70\.9 GiB for it \(virtual NVIDIA A100-SXM4-80GB: of 79"):
+            run_spec.summarize(asked, None)
+        told = "virtual=h100: …, and torchrun has started these; run it without torchrun"
+        assert refused("virtual=h100", device="auto", world=rank_of(2)) == [Abridged(told)]
+        assert self.made("virtual=h100", world=replace(rank_of(2), launcher="local")).world_size == 2
 
     def test_a_run_on_real_devices_has_nothing_of_it_in_its_configuration(self):
         made = make("virtual=none")
@@ -493,11 +497,6 @@ class TestVirtual:
         assert "virtual" not in made.config.resolved
         assert "kind" not in made.summary.fields
         assert run_spec.place(made.config, 2) == THIS_MACHINE
-
-    def test_its_memory_is_that_of_the_gpu(self):
-        asked = read("model=gpt_13b", "parallel=single", "virtual=a100")
-        with pytest.raises(ConfigError, match=r"its GPU has 70\.9 GiB for it \(virtual NVIDIA A100-SXM4-80GB: of 79"):
-            run_spec.summarize(asked, None)
 
     def test_torch_has_kernels_for_it(self, monkeypatch):
         monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
@@ -507,8 +506,3 @@ class TestVirtual:
         assert refused("virtual=v100", device="auto") == [Abridged(told)]
         for name in ("a100", "h100", "h200", "b200"):
             self.made(f"virtual={name}")
-
-    def test_its_ranks_are_started_by_nobody_else(self):
-        told = "virtual=h100: …, and torchrun has started these; run it without torchrun"
-        assert refused("virtual=h100", device="auto", world=rank_of(2)) == [Abridged(told)]
-        assert self.made("virtual=h100", world=replace(rank_of(2), launcher="local")).world_size == 2

@@ -47,12 +47,10 @@ class TestRefused:
     def test_what_there_cannot_be(self, typed, said):
         assert check(*typed) == Abridged(said)
 
-    def test_repeats_and_no_sweep(self):
+    def test_repeats_need_a_sweep_and_somebody_who_waits(self):
         """As where a file asks for them."""
         line = "repeat.runs=3: several runs are a sweep; add -m, as in python train.py -m repeat=3"
         assert check("repeat.runs=3", multirun=False) == line
-
-    def test_jobs_whose_results_nobody_waits_for(self):
         assert check("cluster=slurm", "cluster.submit=detach", "repeat=2") is None
         told = Abridged("cluster.submit=detach: repeat.runs=auto needs …; try wait, or a number of repeats")
         assert check("cluster=slurm", "cluster.submit=detach", "repeat=auto") == told

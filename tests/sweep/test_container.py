@@ -57,11 +57,9 @@ class TestEnter:
         outer = ["apptainer", "exec", *gpus, "--bind=/work:/work", "--pwd=/mnt", "--cleanenv", "a.sif"]
         assert step == Step([*outer, *inside("a.sif")], ["--unbuffered"])
 
-    def test_without_an_image_nothing_changes(self):
+    def test_without_an_image_nothing_changes_and_an_installed_ptdbench_is_mounted_alone(self, monkeypatch, tmp_path):
         assert entered(asked(image=None)) is STEP
-
-    def test_an_installed_ptdbench_is_mounted_without_its_neighbours(self, monkeypatch, tmp_path):
-        """The other packages of the machine are not those of the image."""
+        # The other packages of the machine are not those of the image.
         package = tmp_path / "site-packages" / "ptdbench"
         monkeypatch.setattr(container, "PACKAGE", package)
         step = entered(asked())
@@ -81,15 +79,13 @@ class TestFolders:
 
         return it
 
-    def test_what_runs_use(self, read, tmp_path):
+    def test_what_runs_use_and_of_a_log_what_does_not_depend_on_the_job(self, read, tmp_path):
         of_user = tmp_path.parent / f"{tmp_path.name}-cache" / "ptdbench"
         found = container.folders(read("cluster.log=/elsewhere/logs/%j"), Path("/sweeps/today"))
         assert set(found) == {ROOT, tmp_path, of_user, Path("/sweeps/today"), Path("/elsewhere/logs")}
         assert of_user.is_dir()  # what is mounted must exist
         assert tmp_path / "outputs" / "x" not in container.folders(read(), tmp_path / "outputs" / "x")  # with tmp_path
         assert container.folders(read("cluster.container.image=null"), Path("/sweeps/today")) == []
-
-    def test_of_a_log_what_does_not_depend_on_the_job(self, read):
         logs = read("cluster.log=/elsewhere/%j/logs")
         assert Path("/elsewhere") in container.folders(logs, Path("/sweeps/today"))
         assert Path("/elsewhere") not in container.folders(logs, None), "a script by itself has its output here"

@@ -179,12 +179,10 @@ class TestCheck:
         (found,) = problems(extra={flag: value})
         assert found.startswith(f"cluster.extra.{flag}={as_typed(value)}: {said}")
 
-    def test_everything_that_is_wrong_is_said_at_once(self):
+    def test_all_that_is_wrong_is_said_at_once_and_contradictions_also_without_slurm(self):
         found = problems(nodes=9, time_minutes=999, gpus_per_node=7, extra={"time": 1})
         options = {problem.partition("=")[0] for problem in found}
         assert options == {"cluster.nodes", "cluster.time_minutes", "cluster.gpus_per_node", "cluster.extra.time"}
-
-    def test_without_slurm_only_contradictions_are_found(self):
         assert problems(known=[], partition="nowhere", nodes=99, gpus_per_node=8, time_minutes=10**6) == []
         assert len(problems(known=[], gpus_per_node=1, ranks_per_node=2)) == 1
 
@@ -347,11 +345,9 @@ class TestSiteFiles:
         assert check(cluster, where, [known]) == []
         return cluster, where
 
-    def test_eight_gpus_on_each_of_four_nodes(self):
+    def test_sites_with_gpus_and_with_modules(self):
         _, where = self.site("site_gpu", Partition("gpu", True, 4, None, (8,), 96), "cluster.nodes=4")
         assert where == Shape(4, 8, 8, 12)
-
-    def test_modules_an_account_and_typed_gpus(self):
         cluster, where = self.site("site_modules", Partition("volta", True, 4, None, (2,), 40))
         found = flags(cluster, where, "x")
         assert (found["account"], found["gres"]) == ("my_project", "gpu:volta:2")

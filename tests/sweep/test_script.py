@@ -33,16 +33,13 @@ def read(text):
     return flags, shlex.split(lines[-1])
 
 
-def test_the_command_asks_for_the_world_of_the_shape():
+def test_the_command_asks_for_the_world_under_a_name_of_one_line():
     flags, command = written("parallel=fsdp", "cluster.nodes=2", "cluster.ranks_per_node=4", "cluster.cpus_per_rank=3")
     assert {"--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=3"} <= set(flags)
     assert command == [
         "srun", "--kill-on-bad-exit=1", sys.executable, str(ROOT / "train.py"), "model=toy", "device=cpu",
         "parallel=fsdp", "cluster.nodes=2", "cluster.ranks_per_node=4", "cluster.cpus_per_rank=3",
     ]  # fmt: skip
-
-
-def test_a_name_of_several_lines_is_one_flag():
     text, _ = requests.write_script(["model=toy", "device=cpu", "model.name='one\ntwo'"])
     assert "#SBATCH --job-name=ptdbench-one-two_ddp" in text.splitlines()
     assert "model.name='one\ntwo'" in shlex.split(text.partition("\nsrun")[2])
