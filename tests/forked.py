@@ -96,14 +96,12 @@ class Started:
         os.kill(self.pid, number)
 
     def communicate(self, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        """Wait for its end: what it has said, and its exit status."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             pytest.fail(f"train.py {' '.join(self.arguments)} has not ended within {timeout} s: {self.said()}")
         return subprocess.CompletedProcess(self.arguments, self.process.exitcode, *self.said())
 
     def said(self) -> list[str]:
-        """On standard output and on standard error so far."""
         return [stream.seek(0) or stream.read() for stream in (self.out, self.err)]
 
 

@@ -82,14 +82,12 @@ def test_the_ci_workflow_shows_what_fails(tmp_path, monkeypatch, capsys):
 
 
 def of(page_command: str) -> list[list[str]]:
-    """The overrides of each run that a command makes."""
     words = shlex.split(page_command)
     overrides = [word for word in words if not word.startswith("-")]
     return compose_all(overrides, multirun="-m" in words).overrides
 
 
 def smaller(overrides: list[str]) -> list[str]:
-    """The run of these overrides, as small as it can be."""
     job = composed(*overrides)
     name = job.workload.name if job.workload.name != "train" else job.model._target_.rpartition(".")[2].lower()
     (small,) = (more for key, more in SMALL.items() if key.lower() == name)

@@ -51,7 +51,6 @@ def modules() -> dict[str, Path]:
 
 
 def imported(source: str, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of ours that a source imports anywhere."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are written in full"

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(tmp_path: Path, slurm: dict[str, str]) -> Run:
-    """Carries out a command in a folder of its own."""
     return partial(call, cwd=tmp_path, environ=slurm)
 
 
@@ -120,31 +118,6 @@ class TestSweep:
 
 
 class TestWithoutWaiting:
-    @pytest.mark.thorough
-    def test_detached_job_is_followed_and_canceled(self, run, submit, tmp_path, jobs):
-        before = jobs()
-        done = submit(*TOY, "train.steps=1000000", "train.max_minutes=null", "cluster.submit=detach")
-        assert done.returncode == 0, done.stderr
-        assert [line.split()[0] for line in done.stdout.splitlines()] == ["submitted", "status", "cancel", "output"]
-        assert not (sweep(tmp_path) / "results.jsonl").exists()  # it has not ended
-        assert len(jobs() - before) == 1
-
-        def status() -> Done:
-            return run(*PTDBENCH, "status", str(sweep(tmp_path)))
-
-        (job,) = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
-        until((sweep(tmp_path) / job["directory"] / "progress.json").exists)
-        seen = status()
-        assert seen.returncode == 0
-        assert "RUNNING n" in seen.stdout
-        assert "/1000000 " in seen.stdout
-        run("scancel", job["id"])
-        until(lambda: status().returncode)
-        (record,) = records(tmp_path)
-        assert (record["status"], record["error"]["type"]) == ("failed", "CANCELLED")
-        assert record["error"]["message"].startswith(f"SLURM ended job {job['id']} on n")
-        assert "failed (CANCELLED)" in status().stdout
-
     def test_submit_test_submits_and_writes_nothing(self, submit, tmp_path, jobs):
         before = jobs()
         done = submit(*HELLO, "cluster.submit=test", "cluster.nodes=1,2", "seed=0,1")
@@ -153,20 +126,6 @@ class TestWithoutWaiting:
         assert one.startswith("1 node x 2 ranks (2 jobs): Job ")
         assert two.startswith("2 nodes x 2 ranks (2 jobs): Job ")
         assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
-
-    @pytest.mark.thorough
-    def test_interrupted_wait_leaves_the_jobs(self, run, tmp_path, slurm):
-        command, pipe = [*TRAIN, *HELLO, "+cluster.extra.hold=true"], subprocess.PIPE  # held: it must not end before
-        process = subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=pipe, stderr=pipe, text=True)
-        assert process.stderr.readline().startswith("job ")  # it follows the job now
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=240)
-        assert process.returncode == 128 + signal.SIGINT
-        (job,) = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
-        assert f"The jobs go on. Look at them with: python -m ptdbench status {sweep(tmp_path)}" in said.splitlines()
-        assert "Traceback" not in said
-        assert run("scontrol", "release", job["id"]).returncode == 0
-        until(lambda: " ok " in run(*PTDBENCH, "status", str(sweep(tmp_path))).stdout)
 
 
 def test_sbatch_script_runs(run, tmp_path):
@@ -236,25 +195,6 @@ def test_job_of_a_killed_submission_is_found_again(run, submit, jobs, tmp_path, 
     assert again.returncode == 0, again.stderr
     assert "1 run still in the queue, not submitted again: 0_hello" in again.stderr
     assert len(jobs() - before) == 2
-
-
-@pytest.mark.thorough
-def test_runs_of_a_block_share_a_job_and_fail_alone(submit, tmp_path):
-    asked = ("repeat=2", "sweep.same_nodes=true", "+model.how=raise,none", "+model.rank=0", "parallel=single")
-    done = submit(*FAILS, *asked)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("submitted 2 jobs with 4 runs: ")
-    found = records(tmp_path)
-    assert [record["config"]["repeat"]["block"] for record in found] == [0, 0, 1, 1]
-    assert sorted(record["status"] for record in found) == ["failed", "failed", "ok", "ok"]
-    noted = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
-    assert len({job["id"] for job in noted}) == 2
-    for first, second in (found[:2], found[2:]):
-        assert first["owner"]["job"] == second["owner"]["job"]
-        ended = (Path(first["directory"]) / "record.json").stat().st_mtime
-        assert ended <= datetime.fromisoformat(second["started"]).timestamp()
-    for job in noted:
-        assert list(Path(job["log"]).glob(f"{job['id']}_0_log.*"))
 
 
 @pytest.mark.thorough

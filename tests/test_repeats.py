@@ -13,7 +13,6 @@ import pytest
 from ptdbench.records import store
 from tests import forked
 from tests.conftest import ROOT
-from tests.programs import TORCHRUN, call
 
 pytestmark = pytest.mark.ranks
 
@@ -94,41 +93,8 @@ def test_what_is_missing_is_done_again_in_its_place_and_more_blocks_are_added(sw
     assert runs(sweep) == again
 
 
-@pytest.mark.thorough
-def test_one_of_the_runs_goes_on_alone_and_remains_in_its_block(sweep, train):
-    run = sweep / "3_toy_single"
-    said = forked.train_py("resume=sweep/3_toy_single", cwd=sweep.parent)
-    assert said.returncode == 1
-    assert "resume=sweep/3_toy_single: is complete, with 4 of 4 steps" in said.stderr
-    shutil.rmtree(run / "checkpoints" / "step-00000004")
-    was = json.loads((run / "record.json").read_text())
-    error = {"rank": -1, "type": "Stopped", "message": "stopped", "traceback": ""}
-    store.write_record(run, was | {"status": "preempted", "steps": 2, "error": error})
-    done = train("resume=sweep/3_toy_single")
-    assert done.returncode == 0, done.stderr
-    written = json.loads((run / "record.json").read_text())
-    assert written["remarks"]["resumed"].startswith("after step 2, from ")
-    assert (written["status"], written["steps"], block(written)) == ("ok", 4, block(was))
-    assert written["config"]["repeat"]["runs"] == 1
-    assert written["fingerprint"] == was["fingerprint"]
-    assert len(list(sweep.glob("*/record.json"))) == 4
-
-
 def test_auto_ends_where_nothing_is_to_be_compared_at_the_first_look(tmp_path, train):
     done = train(*TOY, "repeat=auto", "repeat.max=8")
     assert done.returncode == 0, done.stderr
     assert [block(record) for record in runs(tmp_path / "sweep").values()] == [0, 1, 2]
     assert "3 blocks of at most 8: nothing to compare" in done.stderr.splitlines()
-
-
-@pytest.mark.thorough
-def test_ranks_of_a_launcher_take_the_runs_in_the_same_order(tmp_path, environ):
-    asked = ("-m", "model=toy", "parallel=ddp,fsdp", *TOY[2:], "repeat=2")
-    done = call(*TORCHRUN, *asked, cwd=tmp_path, environ=environ)
-    assert done.returncode == 0, done.stderr
-    records = list(runs(tmp_path / "sweep").values())
-    told = [(record["status"], record["world_size"], block(record)) for record in records]
-    assert told == [("ok", 2, 0)] * 2 + [("ok", 2, 1)] * 2
-    names = [record["parallel"] for record in records]
-    assert sorted(names[:2]) == ["ddp", "fsdp"]
-    assert names == names[::-1]

@@ -76,14 +76,12 @@ def test_lost_streams_and_full_disks_are_reported_once(monkeypatch, environ, tmp
 
 
 def python(*words, environ, cwd, stdout, stderr=subprocess.PIPE):
-    """What a program says on standard error, and its exit status."""
     environ = {**environ, "PYTHONPATH": str(ROOT)}
     streams = {"stdout": stdout, "stderr": stderr, "text": True}
     return subprocess.run([sys.executable, *words], env=environ, cwd=cwd, **streams, timeout=240, check=False)
 
 
 def without_reader(*words, environ, cwd, both=False):
-    """The same when nobody reads its output."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as stdout:

@@ -70,13 +70,11 @@ def programs(wheel, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def shell(programs, environ) -> dict[str, str]:
-    """The environment of a shell in which that one is active."""
     return active(programs, environ)
 
 
 @pytest.fixture
 def home(tmp_path) -> Path:
-    """A folder with a model of the user's own and its choice."""
     (tmp_path / "mine.py").write_text(MODEL)
     (tmp_path / "choices" / "model").mkdir(parents=True)
     (tmp_path / "choices" / "model" / "mine.yaml").write_text(CHOICE)

@@ -26,7 +26,6 @@ CONTENT = b"0123456789" * 1000
 
 @pytest.fixture
 def written(tmp_path: Path) -> Manifest:
-    """Three files and their manifest."""
     names = ("__0_0.distcp", "__1_0.distcp", ".metadata")
     for number, name in enumerate(names):
         (tmp_path / name).write_bytes(CONTENT[number:])

@@ -103,7 +103,6 @@ class Run:
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of what is trained, DTensors put together."""
     return {
         name: tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
         for name, tensor in tensors.items()
@@ -181,12 +180,10 @@ def of_layouts(body: Callable[[Path, str], Any], root: Path) -> dict[tuple[int, 
 
 @pytest.fixture(scope="module")
 def saved(root: Path) -> dict[tuple[int, str], list[Any]]:
-    """By layout and rank."""
     return of_layouts(save_all, root)
 
 
 def together(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """All ranks' tensors; copies of one are alike."""
     found: dict[str, Tensor] = {}
     for tensors in of_ranks:
         for name, tensor in tensors.items():

@@ -25,7 +25,6 @@ def ranked(*alternatives, earlier=None):
 
 
 def past(deviation, freedom=8):
-    """Earlier runs that differ by so much."""
     spread = Spread(deviation**2 * freedom, freedom)
     return Noise(spread, spread)
 

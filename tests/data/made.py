@@ -14,7 +14,6 @@ from ptdbench.problems import ConfigError, Problem
 
 
 def problems_of(call: Callable[..., Any], **options: Any) -> list[Problem]:
-    """What a call is refused for."""
     with pytest.raises(ConfigError) as caught:
         call(**options)
     return list(caught.value.problems)

@@ -28,7 +28,6 @@ def images(root, **options):
 
 
 def transformed(paths, *transforms):
-    """What torchvision makes of files."""
     normalize = v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     transform = v2.Compose([*transforms, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), normalize])
     return torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths])

@@ -182,7 +182,6 @@ class TestGrace:
 
 
 def carrying(mark: str) -> list[psutil.Process]:
-    """Living processes that inherited the mark."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -227,7 +226,6 @@ def test_ranks_end_with_their_fork_server_and_the_next_get_another(tmp_path):
 
 
 def wait_alone(environ: dict[str, str], folder: Path) -> None:
-    """In a rank: wait for a peer that never comes."""
     (folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     time.sleep(3600)
 

@@ -125,8 +125,6 @@ class TestOtherClusters:
 
 
 class TestHistory:
-    """Jobs that squeue has forgotten."""
-
     @pytest.fixture(autouse=True)
     def _forgetful(self, fake):
         commands._keeps_accounts.cache_clear()
@@ -281,8 +279,6 @@ def test_job_id_is_found_after_a_sites_messages(fake, said):
 
 
 class TestJobSteps:
-    """Steps of a job, with a shell in the place of srun."""
-
     def test_step_gets_the_directory_and_returns_its_status(self, tmp_path):
         assert JobSteps(WORLD, 0, ["sh", "-c", 'echo found > "$0/word"; exit 3']).start(tmp_path) == 3
         assert (tmp_path / "word").read_text() == "found\n"

@@ -28,16 +28,13 @@ def test_repetitions_fill_the_time_within_bounds():
     assert (effort.affords(0.2), effort.affords(0.21)) == (True, False)
 
 
-def test_required_memory_is_a_share_of_the_free_memory(monkeypatch):
+def test_memory_that_is_required_is_a_share_of_the_free_and_the_cached(monkeypatch):
     monkeypatch.setattr(timing, "host_memory", lambda: HostMemory(100, 60))
     monkeypatch.setattr(timing, "gather", lambda told: [told])
     timing.require_memory(CPU, 2, 30, "workload.shapes", "512")
     with pytest.raises(ConfigError, match="and rank 0 has"):
         timing.require_memory(CPU, 2, 31, "workload.shapes", "512")
-
-
-def test_cached_gpu_memory_counts_as_free(monkeypatch):
-    """As after a run, whose ceiling is measured again."""
+    # As after a run, whose ceiling is measured again.
     free = [10]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[-1], 100))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(90))

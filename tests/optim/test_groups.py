@@ -40,7 +40,7 @@ class TestRules:
 
 
 class TestGroups:
-    def test_frozen_weights_and_empty_groups_are_omitted(self):
+    def test_copies_share_a_rule_and_frozen_weights_and_empty_groups_are_omitted(self):
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         model[0].weight.requires_grad = False
         model[1].requires_grad_(False)
@@ -48,8 +48,6 @@ class TestGroups:
         assert [(group["rule"], group["params"], group["weight_decay"]) for group in groups] == [
             ("vectors", [model[0].bias], 0.0)
         ]
-
-    def test_copies_of_a_tied_weight_share_a_rule(self):
         model = GPT(layers=1, heads=1, width=4, sequence_length=3, vocabulary=5)
         make = in_groups(torch.optim.SGD, model, [])
         copy = nn.Parameter(torch.zeros(5, 4))

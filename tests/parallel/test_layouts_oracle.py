@@ -143,7 +143,8 @@ MISTAKES: Mistakes = {
         of(dist, "_broadcast_coalesced", lambda group, weights, size, owner=0: _broadcast(
             group, weights, size, (owner + 1) % dist.get_world_size(group))), "zero1"),
     "outputs of cut layers not added up": (
-        of(RowwiseParallel, "_prepare_output_fn", staticmethod(lambda *given: given[3].to_local())), "tensor"),
+        of(RowwiseParallel, "_prepare_output_fn", staticmethod(  # torch counts the parameters
+            lambda _layouts, _local, _module, outputs, _mesh: outputs.to_local())), "tensor"),
     "gradients of the stream not added up": (
         of(tensor._Sequence, "_prepare_out_fn", lambda _, output, mesh: Kept.apply(output, mesh)), "tensor"),
     "another rank's rows of the embedding": (

@@ -102,7 +102,6 @@ def train(loop: StepLoop, steps: int = STEPS) -> list[float]:
 
 
 def averaged(loop: StepLoop) -> dict[str, torch.Tensor]:
-    """The averages of the weights, as an evaluation sees them."""
     with torch.no_grad(), loop.update.averaged():
         return {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
 
@@ -169,7 +168,6 @@ def tied() -> dict[str, str]:
 
 
 def losses_of(of_ranks: list[dict[str, Any]], name: str) -> list[float]:
-    """The mean of the replicas' losses, by step."""
     owners = [of_rank[name]["losses"] for of_rank in of_ranks if of_rank[name]["owns_loss"]]
     return [sum(step) / len(owners) for step in zip(*owners, strict=True)]
 

@@ -105,7 +105,6 @@ def slowest(costs: list[float], cuts: list[range]) -> float:
 
 
 def all_cuts(parts: int, stages: int) -> list[list[range]]:
-    """Every way of cutting, by trying."""
     return [
         [range(start, stop) for start, stop in zip((0, *inner), (*inner, parts), strict=True)]
         for inner in combinations(range(1, parts), stages - 1)

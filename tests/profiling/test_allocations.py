@@ -44,7 +44,7 @@ def at_peak(found: list[Usage]) -> dict[str, int]:
     return by_kind(peak(found))
 
 
-def test_peak_has_the_most_memory_of_all_kinds():
+def test_peak_has_the_most_memory_of_all_kinds_and_blocks_count_while_they_live():
     blocks = [change(110, 1, 50), change(120, 2, 70), change(130, 1, -50), change(150, 2, -70)]
     found = used(*blocks, change(140, 3, 40, BACKWARD), known={9: ("weights", 1000), 8: ("optimizer", 2000)})
     assert at_peak(found) == {"weights": 1000, "optimizer": 2000, "activations": 120}
@@ -52,9 +52,6 @@ def test_peak_has_the_most_memory_of_all_kinds():
     assert [at.total - 3000 for at in found] == [0, 50, 120, 70, 110, 40]
     assert found[0].time == BEGIN
     assert list(found[0].bytes) == list(KINDS)
-
-
-def test_earlier_blocks_count_until_freed_later_ones_not_and_state_always():
     found = used(change(50, 1, 30), change(60, 2, 10), change(70, 2, -10), change(210, 1, -30))
     assert [at.total for at in found] == [30, 0]
     assert at_peak(used(change(150, 1, 10), change(301, 2, 1000))) == {"activations": 10}

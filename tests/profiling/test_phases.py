@@ -56,14 +56,11 @@ def test_what_is_beside_a_wait_decides_what_it_is():
     assert (found.seconds["communication"], found.traffic["unknown"].exposed_seconds) == (5, 5)
 
 
-def test_overlapping_calls_count_once_and_earlier_ones_not():
+def test_calls_count_once_and_without_known_end_not_at_all():
     calls = [Call("all_reduce", 8, start, end) for start, end in ((0.0, 1.0), (12.0, 16.0), (13.0, 18.0))]
     found = parted([], calls, [Ready(0.0), Ready(12.0), Ready(13.0)], steps=((10.0, 15.0), (15.0, 20.0)))
     of = found.traffic["all_reduce"]
     assert (found.steps, of.calls, of.seconds) == (2, 2, 6)
-
-
-def test_messages_without_known_end_are_not_timed():
     calls = [Call("recv", 8, start, start + 2, held=((start, start), (start + 1, start + 2))) for start in (1.0, 4.0)]
     found = parted([(2.0, 3.0)], calls, [Ready(1.0, done=1.5), Ready(4.0)])
     of = found.traffic["recv"]

@@ -30,16 +30,13 @@ def phases(found: trace.Trace) -> dict[str, list[tuple[float, float]]]:
     return {name: milliseconds(times) for name, times in found.phases.items()}
 
 
-def test_step_alone_has_its_phases(read):
+def test_steps_and_micro_batches_have_their_phases(read):
     events = [*step(0, 1, 11, 13), event("aten::mm", 2, 5), event(BACKWARD, 6, 8), event("aten::mm", 6, 7)]
     found = read(*events, event(BACKWARD, 8.5, 10))
     assert milliseconds(found.steps) == [(0, 13)]
     expected = {"data": [(0, 1)], "forward": [(1, 6), (10, 11)], "backward": [(6, 10)], "optimizer": [(11, 13)]}
     assert phases(found) == expected
     assert (found.waits, found.calls) == ([], [])
-
-
-def test_each_micro_batch_has_its_backward_pass(read):
     passes = [(1, 2, 3), (4, 5, 6)]
     events = [one for a, b, c in passes for one in (event("aten::mm", a, b), event(BACKWARD, b, c))]
     found = read(*step(0, 1, 6, 6.5), *events)

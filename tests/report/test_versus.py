@@ -26,7 +26,6 @@ def with_option(runs, **options):
 
 
 def of(runs, **environment):
-    """These runs in an environment."""
     return [one | {"environment": environment} for one in runs]
 
 

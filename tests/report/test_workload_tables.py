@@ -264,7 +264,7 @@ class TestCheck:
             "verdict       sound (tolerance 5%)",
         ]
 
-    def test_every_finding_has_a_line_after_the_verdict(self):
+    def test_findings_fold_after_the_verdict_and_a_busy_machine_is_called_so(self):
         lines = verdict("rank 1 is slow", "torch differs", attempts=5)
         again = "what looked slow was measured 5 times, and the best counts"
         assert lines[-3:] == [
@@ -272,13 +272,9 @@ class TestCheck:
             "  - rank 1 is slow",
             "  - torch differs",
         ]
-
-    def test_a_busy_machine_is_called_so(self):
         busy = "other processes took 1.1 of 2 cores; measure again on a quiet machine"
         lines = verdict("rank 1 is slow", verdict="busy", busy=busy)
         assert lines[-2:] == [f"verdict       busy: {busy} (tolerance 5%)", "  - rank 1 is slow"]
-
-    def test_long_findings_fold_and_lose_nothing(self):
         text = "\n".join(verdict("a word " * 60, width=80))
         assert text.count("word") == 60
         assert max(len(line) for line in text.partition("verdict")[2].splitlines()) <= 80

@@ -185,8 +185,6 @@ TOY = "name: toy\n_target_: ptdbench.models.toy.Toy\ninputs: 32\nwidth: 64\noutp
 
 
 class TestFolderOfOnesOwn:
-    """``--config-dir``, and what may be wrong with the files in it."""
-
     @staticmethod
     def refused(folder: Path, *overrides: str) -> str:
         (line,) = refusal_of(compose_all, overrides, False, Source(CONF, extra=str(folder))).splitlines()

@@ -52,8 +52,6 @@ def test_directories_of_runs_and_sweeps_and_defaults_that_are_typed():
 
 
 class TestResourcesOfJobs:
-    """What users of hydra-submitit-launcher type or write."""
-
     RULE = "the resources of a job are set in the group cluster only"
 
     @pytest.mark.parametrize(
@@ -124,8 +122,6 @@ def test_a_directory_that_is_not_used_may_refer_to_nothing():
 
 
 class TestSearch:
-    """What would make Optuna lose its way, and what it is set to."""
-
     WORDS = ("hydra/sweeper=optuna", "hydra.mode=MULTIRUN", "seed=1,2")
 
     @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Directory:
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The runs of a command line, as a launcher gets them."""
     monkeypatch.setattr(slurm, "available", lambda: True)
     monkeypatch.setattr(slurm, "clusters", lambda: ["here"])
     monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (0,), 4)])

@@ -164,7 +164,6 @@ class TestSharedJob:
 
 
 def begin(sweep, number, job="7", launch="l"):
-    """Let a run say that it has begun in a job."""
     path = sweep.path / f"{number}_toy_ddp"
     owner = asdict(this_process(launch, {})) | {"job": job}
     store.write_record(path, store.load_record(path) | {"owner": owner})

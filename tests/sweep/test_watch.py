@@ -161,7 +161,6 @@ def test_columns_stand_under_each_other_and_reasons_below(sweep):
 class TestWidths:
     @pytest.fixture
     def wide(self, sweep):
-        """A sweep of which every column is full."""
         sweep.submit(4)
         sweep.says(
             _0="RUNNING n[1-16,21-36,41-56,61-76]", _1="PENDING (QOSMaxJobsPerUserLimit)", _2="TIMEOUT n1",

@@ -125,7 +125,6 @@ def contexts() -> list[list[int]]:
 
 
 def fork() -> int:
-    """What CUDA says in a fork of a process that used it."""
     child = os.fork()
     if child == 0:
         os._exit(cuda.cuInit(0))

@@ -68,8 +68,6 @@ class Kept(HeldOut):
 
 
 class Reveals(Largest):
-    """Says in which process its samples are made."""
-
     def samples(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         return torch.arange(start, stop), torch.full((stop - start,), os.getpid())
 
@@ -79,8 +77,6 @@ class Reveals(Largest):
 
 
 class Net(nn.Module):
-    """A chain that every strategy can lay out."""
-
     def __init__(self, width: int = 32, blocks: int = 3, norm: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
         self.first = nn.Linear(CLASSES, width)
@@ -161,8 +157,6 @@ class Scale(nn.Module):
 
 
 class Drifting(Net):
-    """Sets a weight from its samples in one of its passes."""
-
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number, self.passes = number, 0
