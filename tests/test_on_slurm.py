@@ -25,7 +25,6 @@ from tests.programs import TRAIN, call, until
 PTDBENCH = (sys.executable, "-m", "ptdbench")
 TOY = ("cluster=slurm", "model=toy", "train.steps=4", "device=cpu")
 HELLO = ("cluster=slurm", "workload=hello", "device=cpu")
-CPU = "cluster=slurm model=toy device=cpu"
 FAILS = ("cluster=slurm", *FAULTY, "train.steps=4", "device=cpu")
 
 Done = subprocess.CompletedProcess[str]
@@ -117,15 +116,14 @@ class TestSweep:
         assert ["ok" in row for row in rows] == [False, False, True]
 
 
-class TestWithoutWaiting:
-    def test_submit_test_submits_and_writes_nothing(self, submit, tmp_path, jobs):
-        before = jobs()
-        done = submit(*HELLO, "cluster.submit=test", "cluster.nodes=1,2", "seed=0,1")
-        assert (done.returncode, done.stderr) == (0, "")
-        one, two = done.stdout.splitlines()
-        assert one.startswith("1 node x 2 ranks (2 jobs): Job ")
-        assert two.startswith("2 nodes x 2 ranks (2 jobs): Job ")
-        assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
+def test_submit_test_submits_and_writes_nothing(submit, tmp_path, jobs):
+    before = jobs()
+    done = submit(*HELLO, "cluster.submit=test", "cluster.nodes=1,2", "seed=0,1")
+    assert (done.returncode, done.stderr) == (0, "")
+    one, two = done.stdout.splitlines()
+    assert one.startswith("1 node x 2 ranks (2 jobs): Job ")
+    assert two.startswith("2 nodes x 2 ranks (2 jobs): Job ")
+    assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
 
 
 def test_sbatch_script_runs(run, tmp_path):
@@ -145,21 +143,11 @@ def test_sbatch_script_runs(run, tmp_path):
 class TestRefused:
     """Bad input: a message that says what to try, exit status 1, nothing submitted, nothing left behind."""
 
-    @pytest.mark.parametrize(
-        ("arguments", "expected"),
-        [
-            (f"{CPU} cluster.nodes=3", "cluster.nodes=3: partition debug has 2 nodes; try 2"),
-            (f"{CPU} cluster.log=/dev/null/%j",
-             "cluster.log=/dev/null/%j: /dev/null is no folder; give a folder that the cluster's nodes share"),
-            (f"{CPU} hydra.sweep.dir='top5%u'", "/top5%u: %, \\ and line breaks in the path of a job's output mean"),
-        ],
-    )  # fmt: skip
-    def test_refusal_is_one_line_and_nothing_is_submitted(self, arguments, expected, submit, jobs, tmp_path):
+    def test_refusal_is_one_line_and_nothing_is_submitted(self, submit, jobs, tmp_path):
         before = jobs()
-        done = submit(*arguments.split())
+        done = submit(*TOY, "cluster.nodes=3")
         assert (done.returncode, done.stdout) == (1, "")
-        (line,) = done.stderr.splitlines()
-        assert expected in line
+        assert done.stderr == "cluster.nodes=3: partition debug has 2 nodes; try 2\n"
         assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
 
     def test_ranks_submit_no_jobs(self, run, jobs, tmp_path):

@@ -63,17 +63,14 @@ def test_few_runs_that_are_alike_do_not_borrow_the_freedom_of_many(runs, most):
     assert found.freedom == most
 
 
-def test_blocks_that_one_of_two_lacks_do_not_count():
+def test_blocks_that_one_lacks_do_not_count_and_with_hardly_any_the_means_do():
     random = RANDOM(0)
     one, other = dict(sample(random, 6)), dict(sample(random, 6))
     known = between({block: one[block] for block in range(1, 5)}, other)
     one[0] = 100.0
     del one[5], other[0]
     assert between(one, other) == pytest.approx(known)
-
-
-def test_two_that_hardly_ever_ran_in_the_same_block_are_compared_by_their_means():
-    """Of five blocks, because others failed: two in common are few, but enough where they are all."""
+    # Of five blocks, because others failed: two in common are few, but enough where they are all.
     random, earlier = RANDOM(7), Noise(Spread(0.01, 8), Spread(0.01, 8))
     rates = sample(random, 8)
     one, other = {block: rates[block] for block in range(5)}, {block: rates[block] for block in range(3, 8)}

@@ -54,16 +54,14 @@ def names(folder):
 
 
 class TestSamples:
-    def test_samples_are_the_archives_images(self, root):
+    def test_samples_and_held_out_images_are_those_of_the_archive(self, root):
         images, labels = prepared(root, padding=0, flip=False).samples(0, 200)
         assert (images.shape, images.dtype, labels.dtype) == ((200, 3, 32, 32), torch.float32, torch.int64)
         red, green, blue = pixels(images).unbind(1)
         assert torch.equal(red, (10 * labels).to(torch.uint8).view(-1, 1, 1).expand(-1, 32, 32))
         assert sorted(blue[:, 0, 0].tolist()) == sorted([*range(40)] * 5)
         assert len(green.flatten(1).unique(dim=0)) == 200
-
-    def test_held_out_images_are_the_test_batch(self, root):
-        """The format has red row by row, then green, then blue."""
+        # The format has red row by row, then green, then blue.
         stored = pickle.loads(small_cifar10.batches(40, 20)["test_batch"])["data"]
         held_out = prepared(root).held_out
         images, labels = held_out.samples(0, 20)

@@ -65,14 +65,18 @@ def test_long_documents_are_cut_at_lines(tmp_path, small_blocks, text, expected)
 
 
 class TestJsonl:
-    def test_every_line_is_a_document_but_blank_ones(self, tmp_path):
+    def test_every_line_is_a_document(self, tmp_path):
         jsonl(tmp_path / "b.jsonl", "one\ntwo", "drei ß", "")
         (tmp_path / "a.txt").write_text("zero")
         assert text_of(files_at(tmp_path)) == "zero\0one\ntwo\0drei ß\0".encode()
         assert names(Part(files_at(tmp_path))) == ["a.txt", "b.jsonl:1", "b.jsonl:2", "b.jsonl:3"]
+
+    def test_blank_lines_are_none_but_count(self, tmp_path):
         (tmp_path / "A.JSONL").write_bytes(b'{"text": "a"}\n\n  \r\n{"id": 1, "text": "b"}')
         assert text_of(files_at(tmp_path)) == b"a\0b\0"
         assert names(Part(files_at(tmp_path))) == ["A.JSONL:1", "A.JSONL:4"]
+
+    def test_what_is_no_utf8_is_replaced(self, tmp_path):
         (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n{"text": "\\ud800"}\n')
         assert text_of(files_at(tmp_path)) == b"\xef\xbf\xbd\0?\0"
 

@@ -115,7 +115,7 @@ class TestTokenizer:
         file.write_text("one two three two")
         return file
 
-    def test_small_vocabulary_is_refused(self, tmp_path):
+    def test_small_vocabularies_are_refused_and_tokenizers_imported_on_demand(self, tmp_path):
         path = str(tiny_tokenizer.words(tmp_path / "t.json", {f"w{number}": number for number in range(1, 1000)}))
         problem = refused(vocabulary=999, tokenizer=path)
         assert told(problem) == ("vocabulary", 999, "try model.vocabulary=1024")
@@ -123,8 +123,6 @@ class TestTokenizer:
         for none in (0, None, 2.5):
             assert refused(vocabulary=none, tokenizer=path).option == "vocabulary"
         text(vocabulary=1000, tokenizer=path)
-
-    def test_tokenizers_are_imported_on_demand(self):
         program = "import sys, ptdbench.data.corpus; sys.exit(bool({'tokenizers', 'rich', 'torch'} & {*sys.modules}))"
         subprocess.run([sys.executable, "-c", program], timeout=240, check=True)
 

@@ -40,12 +40,15 @@ def test_tokens_are_written_once(path):
     assert first.digest == again.digest == hashlib.sha256(b"the quick brown fox").hexdigest()
 
 
-def test_the_format_holds_tokens_up_to_a_size(path):
+def test_the_format(path):
     cached_tokens(path, np.uint16, "id", lambda: [TokenChunk(np.array([1, 50256], np.uint16), 9)])
     digest = hashlib.sha256(b"\x01\x00\x50\xc4").hexdigest()
     fields = f'{{"dtype": "<u2", "count": 2, "source": "id", "bytes": 9, "digest": "{digest}"}}'
     header = f"ptdbench tokens 2\n{fields}\n".encode()
     assert path.read_bytes() == header.ljust(4096) + b"\x01\x00\x50\xc4"
+
+
+def test_large_tokens_are_refused(path):
     with pytest.raises(TypeError, match="uint16"):
         cached_tokens(path, np.uint8, "id", lambda: [piece(np.array([50256], np.uint16))])
     assert not path.exists()

@@ -47,12 +47,9 @@ def test_ids_and_rows_of_messages_are_their_own(tmp_path):
     assert (begin["ph"], end["ph"], begin["id"] == end["id"], end["ts"] - begin["ts"]) == ("b", "e", True, 3500)
 
 
-def test_events_without_process_are_dropped(tmp_path):
+def test_events_without_process_are_dropped_and_one_rank_is_readable(tmp_path):
     mark = {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "", "ts": 4.0}
     assert mark["name"] not in [event["name"] for event in merged(tmp_path, [mark])]
-
-
-def test_trace_of_one_rank_is_readable_and_says_which(tmp_path):
     merged(tmp_path, step(0, 1, 2, 3))
     written = json.loads(gzip.decompress((tmp_path / "rank0.json.gz").read_bytes()))
     assert written["distributedInfo"] == {"rank": 0}

@@ -33,7 +33,7 @@ FIELDS = {
 RUN = made(FIELDS)
 
 
-def test_one_run_is_explained_by_its_ranks_kernels_and_messages():
+def test_a_run_and_a_plan_of_some_passes_are_explained_by_kernels_and_messages():
     lines = virtual.explained(RUN, "fsdp", 140).splitlines()
     assert lines[0] == "fsdp on virtual NVIDIA H200, ranks 0, 131 of 256"
     assert lines[3].split() == ["0", "3", "GiB", "4", "GiB", "1", "GiB", "2", "GiB"]
@@ -41,9 +41,6 @@ def test_one_run_is_explained_by_its_ranks_kernels_and_messages():
     assert lines[-3].split() == ["all_gather", "4", "1,000", "1,000"]
     assert lines[-2].split() == ["send", "2", "-", "-"]
     assert lines[-1] == "the host launched a step in 34 ms, beside the other ranks on this machine"
-
-
-def test_a_plan_of_some_passes_has_the_kernels_and_messages_of_these():
     plan = RUN | {"kind": "planned", "plan": {"accumulation": 2}}
     told = virtual.explained(plan | {"layout": {"accumulation": 8}}, "fsdp", 140)
     for words in ("kernels in ", "messages of ", "the host launched "):

@@ -293,10 +293,12 @@ class TestRefused:
         assert self.refused("resume=run", "train.steps=7", cwd=tmp_path) == said.replace("=run", f"={ended}")
         assert not (tmp_path / "ran").exists()
 
-    def test_a_run_without_checkpoints_and_one_without_a_step_left(self, ended, tmp_path):
+    def test_a_run_without_checkpoints(self, ended, tmp_path):
         shutil.rmtree(ended / "checkpoints")
         said = self.refused("resume=run", "train.steps=6", cwd=tmp_path)
         assert "run: holds no complete checkpoint; omit it to start over" in said
+
+    def test_a_checkpoint_after_which_no_step_is_left(self, ended, tmp_path):
         said = self.refused("resume=run", "train.steps=3", cwd=tmp_path)
         remedy = "try 8, to train on from there, or profile=true, to trace steps of it"
         assert said == f"train.steps=3: resume={ended} has taken 4 steps, and none is left; {remedy}"

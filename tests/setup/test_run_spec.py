@@ -75,7 +75,6 @@ TOLD = {
     "parallel=pdp cluster.ranks_per_node=8 parallel.pipeline=8": "… the model's layers, 4; try 2, 4",
     "data.path=/no/such/books": "there is no such file or folder",
     "data=synthetic_images": "does not suit model=gpt_tiny: …",
-    "offload=optimizer_and_weights": "is for sharded weights, …; try parallel=fsdp,hsdp",
     "parallel=fsdp parallel.reshard_after_forward=half": "must be true or false or a whole number",
     "precision=fp16 parallel.gradients=powersgd": "is not for scaled losses: …; try auto, or precision=bf16",
     "cluster.nodes=2": "this machine is one node; try 1, cluster=slurm, or srun, …",

@@ -48,7 +48,6 @@ class TestRefused:
         assert check(*typed) == Abridged(said)
 
     def test_repeats_need_a_sweep_and_somebody_who_waits(self):
-        """As where a file asks for them."""
         line = "repeat.runs=3: several runs are a sweep; add -m, as in python train.py -m repeat=3"
         assert check("repeat.runs=3", multirun=False) == line
         assert check("cluster=slurm", "cluster.submit=detach", "repeat=2") is None

@@ -188,11 +188,14 @@ class TestCheck:
 
 
 class TestFlags:
-    def test_what_is_not_asked_for_is_not_passed(self):
+    def test_what_is_not_asked_for_is_not_passed_and_memory_is_rounded_up(self):
         cluster = asked(gpus_per_node=0, partition="", account="", gres="", extra={"hold": False, "nice": None})
         wanted = {"job_name": "a run", "nodes": 2, "ntasks_per_node": 4, "time": 60}
         kept = {"no_requeue": True}  # else SLURM starts it anew when a node fails
         assert flags(cluster, Shape(2, 4, 0, None), "a run") == wanted | kept
+        # Down would turn the least memory into all of it.
+        assert flags(asked(mem_gb=0.0001), ONE_EACH, "x")["mem"] == "1M"
+        assert flags(asked(mem_gb=0), ONE_EACH, "x")["mem"] == "0M"
 
     def test_every_option_has_its_flag(self):
         options = {
@@ -214,11 +217,6 @@ class TestFlags:
         without = Shape(1, 2, 0, None)
         assert "gres" not in flags(asked(gres="gpu:volta:2"), without, "x")
         assert flags(asked(gres="gpu:volta:2,lscratch:9"), without, "x")["gres"] == "lscratch:9"
-
-    def test_memory_is_rounded_up_to_what_slurm_counts(self):
-        """Down would turn the least memory into all of it."""
-        assert flags(asked(mem_gb=0.0001), ONE_EACH, "x")["mem"] == "1M"
-        assert flags(asked(mem_gb=0), ONE_EACH, "x")["mem"] == "0M"
 
 
 class TestSetup:

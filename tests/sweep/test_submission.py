@@ -401,6 +401,8 @@ def test_the_folder_of_outputs_is_made_where_they_will_be(asked, tmp_path, monke
     submission.make_folders(runs)
     assert Array([runs], "toy", tmp_path).staging == tmp_path / "home" / "logs"
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    told = "cluster.log=/dev/null/%j: /dev/null is no folder; give a folder that the cluster's nodes share"
+    assert refusal_of(submission.make_folders, asked("cluster.log=/dev/null/%j")) == told
 
 
 def test_what_slurm_would_refuse_and_what_is_refused_before(asked, monkeypatch, capsys):
