@@ -45,7 +45,6 @@ hydra:
 
 @pytest.fixture(scope="module")
 def options() -> ModuleType:
-    """The extension, which Sphinx finds in its own folder."""
     spec = importlib.util.spec_from_file_location("options", ROOT / "docs" / "options.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["options"] = module  # where its dataclasses look for it

@@ -91,8 +91,6 @@ def without_reader(*words, environ, cwd, both=False):
 
 @pytest.mark.ranks
 class TestPrograms:
-    """As in ``python train.py ... | head -1``."""
-
     TRAIN = (str(ROOT / "train.py"), "model=toy", "train.steps=2", "device=cpu", "hydra.run.dir=run")
 
     @pytest.mark.thorough

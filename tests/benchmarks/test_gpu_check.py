@@ -28,8 +28,6 @@ def on_cpu(tmp_path: Path) -> Session:
 
 
 class Scripted(Session):
-    """A session on an H100 whose runs end as the test says."""
-
     def __init__(self, *records: dict[str, Any], device: str = H100, **options: Any) -> None:
         super().__init__("cuda", {"devices": [device]}, Path("nowhere"), **options)
         self.records = list(records)

@@ -31,7 +31,6 @@ class TestAssign:
 
 
 def staged(folder: Path, strategy: str) -> int:
-    """The bytes that this rank copies in its second save."""
     run = Run(strategy, "gpt", "adamw")
     keeper = Saver(folder, keep=1)
     for step in range(2):  # at the first one, the optimizer has no state

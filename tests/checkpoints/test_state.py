@@ -327,8 +327,6 @@ def test_optimizer_with_other_state_than_tensors_is_refused():
 
 
 class Late(torch.optim.SGD):
-    """Begins to keep another tensor in its second step."""
-
     def step(self, closure: Any = None) -> None:
         for weight in self.param_groups[0]["params"]:
             if self.state[weight]:

@@ -68,7 +68,6 @@ def images(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
-    """A folder of text, and a tokenizer."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "a.txt").write_text("some words")
     tiny_tokenizer.words(folder / "tokenizer.json", {"some": 1, "words": 2})

@@ -49,7 +49,6 @@ def pixels(images):
 
 
 def names(folder):
-    """What lies in a folder, but not the checksums of the tests."""
     return {path.name for path in Path(folder).iterdir()} - {"small-cifar-10.json"}
 
 

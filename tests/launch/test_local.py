@@ -30,14 +30,12 @@ pytestmark = pytest.mark.ranks
 
 
 def tell(environ: dict[str, str], folder: Path) -> None:
-    """In a rank: write down where it finds itself."""
     world = discover(os.environ)
     seen = {"rank": world.rank, "size": world.size, "mark": os.environ.get("MARK")}
     (folder / f"{world.rank}.json").write_text(json.dumps(seen))
 
 
 def fail_with(environ: dict[str, str], status: int) -> None:
-    """In a rank: rank 1 ends so, and rank 0 would sleep for an hour."""
     if os.environ["RANK"] == "1":
         os._exit(status)
     time.sleep(3600)

@@ -73,7 +73,6 @@ def check_places(ranks: list[dict[str, str]], sizes: tuple[int, ...], host: str)
 
 @pytest.fixture
 def job() -> str:
-    """The id of a SLURM job that nobody has."""
     return str(uuid.uuid4().int)
 
 

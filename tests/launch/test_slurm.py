@@ -90,8 +90,6 @@ def test_missing_command_is_named(tmp_path, monkeypatch):
 
 
 class TestOtherClusters:
-    """Output of clusters that the test cluster is not, in the format of the real commands."""
-
     def test_partition_sums_its_kinds_of_nodes(self, fake):
         lines = (
             "batch*|2-00:00:00|14|96|(null)",

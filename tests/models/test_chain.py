@@ -204,8 +204,6 @@ def test_each_piece_runs_where_its_weights_are(number):
 
 
 class Remembers(Net):
-    """Makes a table when it is first called, and so do its blocks."""
-
     def __init__(self):
         super().__init__()
         self.scale = None
@@ -286,8 +284,6 @@ def test_repeated_weights_are_no_chain():
 
 
 class Heads(nn.Module):
-    """A block whose heads are more than there are blocks."""
-
     def __init__(self, width=WIDTH):
         super().__init__()
         self.heads = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8))

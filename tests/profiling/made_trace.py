@@ -18,7 +18,6 @@ def event(
 
 
 def label(name: str, start: float, end: float) -> dict[str, Any]:
-    """One of the product's own labels, or of FSDP's."""
     return event(name, start, end, "user_annotation")
 
 
@@ -56,5 +55,4 @@ def write(path: Path, *events: dict[str, Any], epoch: int = EPOCH) -> Path:
 
 
 def milliseconds(intervals: Any) -> list[tuple[float, float]]:
-    """Times in the terms of this module."""
     return [tuple(round((moment - EPOCH) * 1e3, 2) for moment in interval) for interval in intervals]

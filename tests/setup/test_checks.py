@@ -22,8 +22,6 @@ SMALL = ("model=gpt_small", "model.vocabulary=50257", "device=cpu")
 
 @pytest.fixture
 def host(monkeypatch):
-    """Gives this machine a memory of so many GiB."""
-
     def has(total: float, available: float) -> None:
         memory = HostMemory(int(total * GIB), int(available * GIB))
         monkeypatch.setattr(checks, "host_memory", lambda: memory)

@@ -24,8 +24,6 @@ hydra.main(version_base="1.3", config_path={conf!r}, config_name="config")(lambd
 
 @pytest.fixture
 def by_hydra(tmp_path, environ):
-    """Carry out a command line by Hydra alone, below a folder."""
-
     def it(*words: str) -> Path:
         (tmp_path / "program.py").write_text(PROGRAM.format(conf=str(ROOT / "conf")))
         (tmp_path / "theirs").mkdir()

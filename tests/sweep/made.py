@@ -112,7 +112,6 @@ class Directory:
         return jobs
 
     def submit_together(self, count: int) -> list[ledger.Job]:
-        """Runs 0 to ``count - 1`` are submitted as one job, 7."""
         jobs = [
             replace(job, id="7", element=None, step=job.number, log=str(self.path / "logs" / "7" / str(job.number)))
             for job in self.submit(count)
@@ -121,11 +120,9 @@ class Directory:
         return jobs
 
     def tell(self, number: int, progress: Mapping[str, Any]) -> None:
-        """A run that is going on says how far it is."""
         (self.path / f"{number}_toy_ddp" / ownership.PROGRESS).write_text(json.dumps(progress))
 
     def log(self, job: ledger.Job, rank: int, text: str) -> None:
-        """What a rank of a job wrote to standard error."""
         folder = Path(job.log)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{job.id}_{rank}_log.err").write_text(text)

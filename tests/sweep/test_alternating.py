@@ -97,8 +97,6 @@ def carried_out(tmp_path, monkeypatch):
 
 
 class TestAuto:
-    """Until it is settled how the sides compare."""
-
     @pytest.fixture
     def compared(self, carried_out):
         def it(faster, fails=None, **options):

@@ -37,7 +37,6 @@ def asked(*overrides):
 
 
 def shapes(*overrides):
-    """Of each run: nodes, ranks and GPUs of a node, cores of a rank."""
     return [astuple(request.shape) for request in asked(*overrides)]
 
 

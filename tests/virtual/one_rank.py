@@ -205,7 +205,6 @@ def offloaded() -> dict[str, float]:
 
 
 def uncompared() -> None:
-    """What the verification of messages says of a difference."""
     return operations.compare(torch.ones(3, device="cuda"), torch.zeros(3, device="cuda"), "message", 0)
 
 
@@ -240,7 +239,6 @@ def routed() -> list[str]:
 
 
 def grouped() -> dict[str, Any]:
-    """In a process group: see below."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     found = {"saving": saving(), "patience": patience(), "buffers": buffers()}
     dist.destroy_process_group()
