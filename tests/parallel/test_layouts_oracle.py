@@ -151,8 +151,8 @@ MISTAKES: Mistakes = {
         of(tensor._Vocabulary, "_look_up_own", staticmethod(lambda table, mesh, look_up: lambda tokens: _rows(
             table, mesh, look_up)((tokens + len(table.weight)) % (len(table.weight) * mesh.size())))), "tensor"),
     "a loss of a share of the vocabulary": (
-        of(tensor, "_over_ranks", lambda share, mesh, how: share if how == "sum" else _over_ranks(share, mesh, how)),
-        "tensor"),
+        of(tensor, "_over_ranks", lambda share, mesh, reduction: (
+            share if reduction == "sum" else _over_ranks(share, mesh, reduction))), "tensor"),
     "summands of norms taken for sums": (of(tensor._Sequence, "_apply", taken_for_sums), "sequence"),
     "positions of a share": (of(context, "_number", lambda _p, _m, arguments: arguments), "context"),
     "positions in the order of other ranks": (
