@@ -43,8 +43,6 @@ def submit(tmp_path: Path, slurm: dict[str, str]) -> Run:
 
 @pytest.fixture
 def jobs(run: Run, slurm: dict[str, str]) -> Callable[[], set[str]]:
-    """The jobs that tests of this session have submitted, ended or not; SLURM forgets old ones after five minutes."""
-
     def listed() -> set[str]:
         lines = run("squeue", "--noheader", "--states=all", "--format=%i %w").stdout.splitlines()
         return {line for line in lines if line.endswith(f" {slurm['SBATCH_WCKEY']}")}

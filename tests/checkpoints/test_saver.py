@@ -44,7 +44,6 @@ def weight() -> dict[str, Tensor]:
 
 
 def save(keeper: Saver, weight: dict[str, Tensor], *steps: int) -> None:
-    """Save after each of these steps, and wait for the last."""
     for step in steps:
         keeper.save(step, weight, {}, {})
     keeper.wait()

@@ -92,7 +92,7 @@ class TestOnAGpu:
         assert asked(cuda) == ["Event().synchronize", "current_stream", "current_stream().wait_stream"]
         assert cuda.current_stream().wait_stream.call_args.args == (cuda.Stream(),)
 
-    def test_memory_is_pinned_until_closed_or_dropped(self, cuda):
+    def test_memory_is_pinned_until_closed(self, cuda):
         stage = Staging()
         stage(some(1.0))
         stage(some(2.0))
@@ -100,6 +100,8 @@ class TestOnAGpu:
         stage.close()
         assert cuda.pin.call_count == 1
         assert [call.args for call in cuda.unpin.call_args_list] == [cuda.pin.call_args.args[:1]]
+
+    def test_dropped_memory_is_unpinned(self, cuda):
         stage = Staging()
         stage(some())
         stage({"weight": torch.ones(2)})

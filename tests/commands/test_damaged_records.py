@@ -129,11 +129,14 @@ def test_figures_that_nothing_can_be_made_of_are_named(ptdbench, tmp_path, at, v
     assert (status, others, "fsdp +44 ms vs ddp: " in out) == (0, err, True)
 
 
-def test_a_block_that_is_no_number_and_steps_that_are_not_there_are_none(ptdbench, tmp_path):
+def test_a_block_that_is_no_number_is_none(ptdbench, tmp_path):
     sweep = lay(tmp_path / "sweep", [damaged(("config", "repeat", "block"), [1])])
     status, _, err = ptdbench("report", sweep, "--md")
     assert (status, err) == (0, [])
-    # Filled up with NaN they would take the machine's memory.
+
+
+def test_more_steps_than_there_are_leave_no_curve_and_are_named(ptdbench, tmp_path):
+    """Filled up with NaN they would take the machine's memory."""
     alone = damaged(("steps",), 3 * 10**9) | {"config": {"seed": 1}}
     sweep = lay(tmp_path / "sweep", [alone])
     assert ptdbench("report", sweep)[0] == 0

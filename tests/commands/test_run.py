@@ -111,13 +111,17 @@ class TestRefused:
         file = begun(tmp_path / "run") / "record.json"
         assert refused(file) == f"run={file}: {told}"
 
-    def test_a_sweep_one_that_is_complete_and_one_of_a_job_are_refused(self, tmp_path):
+    def test_a_sweep(self, tmp_path):
         (tmp_path / "sweep.json").touch()
         remedy = f"try python train.py sweep.resume={tmp_path}, or give the directory of one of its runs"
         assert refused(tmp_path) == f"run={tmp_path}: is a sweep; {remedy}"
+
+    def test_one_that_is_complete(self, tmp_path):
         run = begun(tmp_path / "run", status="ok", steps=4, error=None)
         again = f"python train.py resume={run} train.steps=8"
         assert refused(run) == f"run={run}: is complete, with 4 of 4 steps; try {again}, to train on from there"
+
+    def test_one_that_a_job_carries_out(self, tmp_path):
         run = begun(tmp_path / "run", "cluster=slurm")
         rule = "cluster=slurm carries it out as a job"
         assert refused(run) == f"run={run}: {rule}; try python train.py resume={run}"

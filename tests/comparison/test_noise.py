@@ -26,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def sweep(blocks=3, names=("ddp", "fsdp")):
-    """Runs of these on one machine."""
     return [on(MACHINE, one) for name in names for one in repeated(name, RATES[:blocks], EARLIER)]
 
 

@@ -60,7 +60,6 @@ SHOWN = sorted({command for text in TEXTS for command in commands(text)})
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """A folder in which pictures could lie; nobody looks for them before a run begins."""
     folder = tmp_path_factory.mktemp("images")
     (folder / "train").mkdir()
     return folder

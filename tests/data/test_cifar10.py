@@ -69,13 +69,12 @@ class TestSamples:
         assert (pixels(images).numpy() == stored.reshape(20, 3, 32, 32)).all()
 
 
-class TestOptions:
-    @pytest.mark.parametrize("root", [None, "nowhere/at/all", __file__])
-    def test_without_a_folder_it_says_what_to_do(self, root):
-        problem = problem_of(Cifar10, seed=0, root=root)
-        assert (problem.option, problem.value) == ("root", root)
-        assert "data.root=FOLDER" in problem.remedy
-        assert "data.download=true" in problem.remedy
+@pytest.mark.parametrize("root", [None, "nowhere/at/all", __file__])
+def test_without_a_folder_it_says_what_to_do(root):
+    problem = problem_of(Cifar10, seed=0, root=root)
+    assert (problem.option, problem.value) == ("root", root)
+    assert "data.root=FOLDER" in problem.remedy
+    assert "data.download=true" in problem.remedy
 
 
 class TestPreparing:
@@ -169,7 +168,6 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """The address of a web server, and the folder that it shows."""
     monkeypatch.setenv("no_proxy", "*")
     folder = tmp_path / "web"
     folder.mkdir()
@@ -181,7 +179,6 @@ def server(tmp_path, monkeypatch):
 
 class TestDownload:
     def shown(self, tmp_path, server):
-        """A root whose archive is on the server only."""
         url, folder = server
         archive = small_cifar10.write(tmp_path / "new", url=f"{url}/{ARCHIVE}")
         shutil.move(archive, folder / ARCHIVE)

@@ -153,8 +153,10 @@ class TestHistory:
         down.unlink()
         assert commands.queue(["9"])["9"].state == "TIMEOUT"
 
-    def test_missing_and_disabled_sacct_leave_ended_jobs_out_and_are_asked_once(self, fake, tmp_path):
+    def test_without_sacct_ended_jobs_are_absent(self):
         assert commands.queue(["9"]) == {}
+
+    def test_disabled_sacct_is_asked_once(self, fake, tmp_path):
         fake("sacct", f"echo x >> {tmp_path}/asked; echo 'Slurm accounting storage is disabled' >&2; exit 1")
         for _ in range(3):
             assert commands.queue(["9"]) == {}

@@ -30,7 +30,7 @@ def test_exchanges_wait_and_decorators_are_skipped():
     frames = []
     torch.no_grad()(lambda: frames.append(sys._getframe(1)))()
     assert frames[0].f_code.co_filename.endswith("_contextlib.py")
-    assert stacks.place(frames[0]).function == "test_torch_decorators_are_skipped"
+    assert stacks.place(frames[0]).function == "test_exchanges_wait_and_decorators_are_skipped"
 
 
 def test_stacks_file_has_all_threads_twice(tmp_path):

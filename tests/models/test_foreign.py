@@ -57,8 +57,6 @@ class WithBoth(Plain):
 
 
 class Talkative(TakesTargets):
-    """Says everything but ``train_flops``."""
-
     def parts(self):
         return {f"layers.{i}": layer for i, layer in enumerate(self.layers)}
 

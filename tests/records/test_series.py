@@ -52,13 +52,16 @@ def test_a_file_is_cut_down_to_any_number_of_steps(path, steps):
     assert losses(path) == [*range(min(steps, 6)), 90]
 
 
-def test_a_part_is_copied_and_a_missing_file_has_no_steps(path, tmp_path):
+def test_a_part_is_copied(path, tmp_path):
     target = tmp_path / "other.npy"
     series.append(target, rows(70, 80))
     assert series.copy(path, target, 4) == 4
     assert losses(target) == [0, 1, 2, 3]
     assert losses(path) == [0, 1, 2, 3, 4, 5]
     assert series.copy(tmp_path / "nowhere.npy", target, 4) == 0
+
+
+def test_a_file_that_is_missing_has_no_steps(tmp_path):
     assert losses(tmp_path / series.NAME) == []
     assert series.column([], "step_seconds").shape == (0, 0)
 

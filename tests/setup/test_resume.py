@@ -150,7 +150,7 @@ class TestLine:
         with pytest.raises(ConfigError, match=r"^reshape=true: is for a run that continues .* all but resume and the"):
             self.line([f"resume={run}", *more, "reshape=true"])
 
-    def test_a_run_of_a_job_is_submitted_again_and_goes_on_inside_of_a_job(self, tmp_path):
+    def test_a_run_of_a_job_is_submitted_again_in_its_sweep(self, tmp_path):
         run = self.submitted(tmp_path, "parallel=ddp,fsdp", "cluster.time_minutes=5")
         line = self.line([f"resume={run}", "cluster.time_minutes=60"])
         assert (line.goes_on, line.only) == (tmp_path / "sweep", "0_toy_ddp")
@@ -158,6 +158,8 @@ class TestLine:
             "cluster=slurm", "model=toy", "parallel=ddp,fsdp", "cluster.time_minutes=60", "hydra.mode=MULTIRUN",
             f"hydra.sweep.dir='{tmp_path / 'sweep'}'",
         ]  # fmt: skip
+
+    def test_inside_of_a_job_it_goes_on_in_this_job(self, tmp_path):
         run = self.submitted(tmp_path)
         line = self.line([f"resume={run}"], World(0, 2, 0, 2, "srun", 1))
         assert (line.goes_on, line.only) == (run, None)

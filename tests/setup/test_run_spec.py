@@ -193,12 +193,11 @@ class TestRefused:
         make(f"train.global_batch={batch}")
 
 
-class TestDataOfTheUser:
-    def test_what_the_protocol_would_have_given_it_is_named(self):
-        target = f"{__name__}.Duck"
-        options = ("data=synthetic_vectors", "~data.inputs", "~data.outputs", f"data._target_={target}")
-        told = f"data._target_={target}: has no workers, held_out, identity, prepare; derive it from ptdbench.…"
-        assert refused("model=toy", *options) == [Abridged(told)]
+def test_what_the_protocol_would_have_given_it_is_named():
+    target = f"{__name__}.Duck"
+    options = ("data=synthetic_vectors", "~data.inputs", "~data.outputs", f"data._target_={target}")
+    told = f"data._target_={target}: has no workers, held_out, identity, prepare; derive it from ptdbench.…"
+    assert refused("model=toy", *options) == [Abridged(told)]
 
 
 class TestUpdatesOfTheUser:

@@ -264,17 +264,16 @@ class TestSetup:
         assert ("SLURM_KILL_BAD_EXIT=1" in told, "SRUN_CPUS" in told, "OMP_NUM" in told) == (True, False, False)
 
 
-class TestScript:
-    def test_a_script_that_a_person_can_read(self):
-        cluster = asked(partition="gpu", exclusive=True, srun_args=["--cpu-bind=cores"], setup=["ulimit -l unlimited"])
-        command = ["python", "train.py", "model=gpt_small"]
-        assert script(cluster, Shape(4, 8, 8, 12), "gpt_small ddp", [Step(command)], Output("logs/%j.log")) == (
-            "#!/bin/bash\n# 4 nodes x 8 ranks\n#SBATCH --job-name='gpt_small ddp'\n#SBATCH --partition=gpu\n"
-            "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\n#SBATCH --cpus-per-task=12\n#SBATCH --gpus-per-node=8\n"
-            "#SBATCH --time=60\n#SBATCH --exclusive\n#SBATCH --no-requeue\n#SBATCH --output=logs/%j.log\n\n"
-            "set -e\nexport SLURM_KILL_BAD_EXIT=1\nexport SRUN_CPUS_PER_TASK=12\nexport OMP_NUM_THREADS=12\n"
-            "ulimit -l unlimited\n\nsrun --kill-on-bad-exit=1 --cpu-bind=cores python train.py model=gpt_small\n"
-        )
+def test_a_script_that_a_person_can_read():
+    cluster = asked(partition="gpu", exclusive=True, srun_args=["--cpu-bind=cores"], setup=["ulimit -l unlimited"])
+    command = ["python", "train.py", "model=gpt_small"]
+    assert script(cluster, Shape(4, 8, 8, 12), "gpt_small ddp", [Step(command)], Output("logs/%j.log")) == (
+        "#!/bin/bash\n# 4 nodes x 8 ranks\n#SBATCH --job-name='gpt_small ddp'\n#SBATCH --partition=gpu\n"
+        "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\n#SBATCH --cpus-per-task=12\n#SBATCH --gpus-per-node=8\n"
+        "#SBATCH --time=60\n#SBATCH --exclusive\n#SBATCH --no-requeue\n#SBATCH --output=logs/%j.log\n\n"
+        "set -e\nexport SLURM_KILL_BAD_EXIT=1\nexport SRUN_CPUS_PER_TASK=12\nexport OMP_NUM_THREADS=12\n"
+        "ulimit -l unlimited\n\nsrun --kill-on-bad-exit=1 --cpu-bind=cores python train.py model=gpt_small\n"
+    )
 
 
 class TestRealSlurm:

@@ -271,19 +271,18 @@ def test_a_job_gets_the_directory_of_its_run_whose_record_has_the_rest(asked, tm
     assert terminal.command() == "python train.py --config-dir 'my own'"
 
 
-class TestSought:
-    def test_the_script_searches_for_a_micro_batch_before_it_starts_the_ranks_and_says_how(self, asked, tmp_path):
-        runs = asked("train.micro_batch=max", "cluster.nodes=2", "cluster.srun_args=[--label]")
-        *_, last = Array([runs], "toy", tmp_path).script({}).strip().splitlines()
-        search, _, ranks = last.partition(" && ")
-        place, run = "${ptdbench_runs[${SLURM_ARRAY_TASK_ID:-0} * 1 + 0]}", [*search_path.module("ptdbench"), "run"]
-        *words, shape, tries, directory = shlex.split(search)
-        assert (words, shape, directory) == ([sys.executable, "-u", *run], "--shape=2x2x0", place)
-        step = shlex.split(tries.removeprefix("--tries="))
-        assert (step[0], step[-7:]) == ("srun", ["--label", sys.executable, "-u", *run])
-        assert "--open-mode=append" in step
-        assert shlex.split(ranks) == [*step, place]
-        assert numbers(asked("train.micro_batch=4,max,8,best")) == [[[0], [2]], [[1], [3]]]  # no array with others
+def test_the_script_searches_for_a_micro_batch_before_it_starts_the_ranks_and_says_how(asked, tmp_path):
+    runs = asked("train.micro_batch=max", "cluster.nodes=2", "cluster.srun_args=[--label]")
+    *_, last = Array([runs], "toy", tmp_path).script({}).strip().splitlines()
+    search, _, ranks = last.partition(" && ")
+    place, run = "${ptdbench_runs[${SLURM_ARRAY_TASK_ID:-0} * 1 + 0]}", [*search_path.module("ptdbench"), "run"]
+    *words, shape, tries, directory = shlex.split(search)
+    assert (words, shape, directory) == ([sys.executable, "-u", *run], "--shape=2x2x0", place)
+    step = shlex.split(tries.removeprefix("--tries="))
+    assert (step[0], step[-7:]) == ("srun", ["--label", sys.executable, "-u", *run])
+    assert "--open-mode=append" in step
+    assert shlex.split(ranks) == [*step, place]
+    assert numbers(asked("train.micro_batch=4,max,8,best")) == [[[0], [2]], [[1], [3]]]  # no array with others
 
 
 class TestFollowed:

@@ -133,7 +133,6 @@ class Rank:
 
     @property
     def waits(self) -> float:
-        """The share of the sleep in which this rank waited for anything."""
         return self.share(interval for interval, _, _ in self.pieces)
 
 
