@@ -30,14 +30,12 @@ pytestmark = pytest.mark.ranks
 
 
 def tell(environ: dict[str, str], folder: Path) -> None:
-    """In a rank: write down where it finds itself."""
     world = discover(os.environ)
     seen = {"rank": world.rank, "size": world.size, "mark": os.environ.get("MARK")}
     (folder / f"{world.rank}.json").write_text(json.dumps(seen))
 
 
 def fail_with(environ: dict[str, str], status: int) -> None:
-    """In a rank: rank 1 ends so, and rank 0 would sleep for an hour."""
     if os.environ["RANK"] == "1":
         os._exit(status)
     time.sleep(3600)
@@ -64,7 +62,7 @@ def test_ignored_sighup_stays_ignored(before):
         signal.signal(signal.SIGHUP, was)
 
 
-def test_temporary_folder_too_long_for_sockets_is_refused(monkeypatch):
+def test_missing_or_too_long_temporary_folder_is_refused(monkeypatch, tmp_path):
     address = Path(arbitrary_address("AF_UNIX"))
     room = 107 - len(str(address)) + len(str(address.parents[1]))
     monkeypatch.setattr(tempfile, "tempdir", "/" + (room - 1) * "x")
@@ -72,9 +70,6 @@ def test_temporary_folder_too_long_for_sockets_is_refused(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/" + room * "x")
     with pytest.raises(ConfigError, match=f"^TMPDIR=/x+: at most {room} bytes.*; try TMPDIR=/tmp$"):
         local.check_sockets()
-
-
-def test_missing_temporary_folder_is_refused(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "file")])
@@ -185,7 +180,6 @@ class TestGrace:
 
 
 def carrying(mark: str) -> list[psutil.Process]:
-    """Living processes that inherited the mark."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -207,7 +201,6 @@ def test_killed_train_py_leaves_no_process(tmp_path):
 
 
 def server_pid() -> int:
-    """The fork server of this process."""
     return multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 
@@ -231,7 +224,6 @@ def test_ranks_end_with_their_fork_server_and_the_next_get_another(tmp_path):
 
 
 def wait_alone(environ: dict[str, str], folder: Path) -> None:
-    """In a rank: wait for a peer that never comes."""
     (folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     time.sleep(3600)
 
