@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,9 +153,6 @@ _ENVIRON = {name: value for name, value in os.environ.items() if not name.starts
 #: The same, where a program may use this machine's GPUs.
 ENVIRON_WITH_GPUS = dict(_ENVIRON)
 
-#: Begins the reason of a test that was left out because the machine lacks something.
-_LEFT_OUT = "left out: "
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give tests a user cache of their own: a ceiling that a test has measured is not a figure for people.
@@ -195,11 +191,10 @@ def environ() -> dict[str, str]:
 
 
 def _need(what: str, *packages: str) -> None:
-    """Have packages of the system, or leave the test out."""
     try:
         slurm_cluster.install(*packages)
     except slurm_cluster.Unavailable as error:
-        pytest.skip(f"{_LEFT_OUT}no {what}: {error}")
+        pytest.skip(f"no {what}: {error}")
 
 
 @pytest.fixture(scope="session")
@@ -246,14 +241,12 @@ def mpirun() -> list[str]:
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """The path of the browser."""
     _need("Chromium", "chromium")
     return str(shutil.which("chromium"))
 
 
 @pytest.fixture(scope="session")
 def tmux() -> str:
-    """The path of the terminal multiplexer."""
     _need("tmux", "tmux")
     return str(shutil.which("tmux"))
 
@@ -283,20 +276,3 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         patched.setattr(local, "start", refuse)
         patched.setattr(type(RANKS), "call", refuse)
         return (yield)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Say last which tests were left out because this machine cannot have SLURM or Open MPI, and why."""
-    yield
-    left_out: dict[str, list[str]] = defaultdict(list)
-    for report in terminalreporter.stats.get("skipped", []):
-        _, found, reason = str(report.longrepr[2]).partition(_LEFT_OUT)
-        if found:
-            left_out[reason].append(report.nodeid)
-    for reason, tests in left_out.items():
-        what = reason.removeprefix("no ").partition(":")[0]
-        terminalreporter.section(f"left out {len(tests)} test{'s' * (len(tests) > 1)}, for want of {what}")
-        terminalreporter.line(reason)
-        for test in tests:
-            terminalreporter.line(f"  {test}")

@@ -90,28 +90,24 @@ class Started:
         return self.process.pid
 
     def poll(self) -> int | None:
-        """Its exit status, once it has ended."""
         return self.process.exitcode
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
     def communicate(self, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        """Wait for its end: what it has said, and its exit status."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             pytest.fail(f"train.py {' '.join(self.arguments)} has not ended within {timeout} s: {self.said()}")
         return subprocess.CompletedProcess(self.arguments, self.process.exitcode, *self.said())
 
     def said(self) -> list[str]:
-        """On standard output and on standard error so far."""
         return [stream.seek(0) or stream.read() for stream in (self.out, self.err)]
 
 
 def _be_train_py(
     arguments: Sequence[str], cwd: Path, environ: Mapping[str, str], out: IO[str], err: IO[str]
 ) -> NoReturn:
-    """In the child."""
     gc.freeze()  # garbage of the parent may hold a TCPStore, whose end joins a thread that a fork does not have
     status = 1
     try:

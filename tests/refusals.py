@@ -10,7 +10,6 @@ from ptdbench.problems import ConfigError
 
 
 def refusal_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """Why a call with these arguments is refused."""
     with pytest.raises(ConfigError) as caught:
         call(*arguments, **options)
     return str(caught.value)

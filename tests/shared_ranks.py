@@ -74,7 +74,6 @@ class SharedRanks:
             assert (directory / "record.json").exists()
 
     def end(self) -> None:
-        """End all ranks."""
         while self._launches:
             self._launches.popitem()[1].end()
 
@@ -87,8 +86,6 @@ def _world_size(composed: DictConfig) -> int:
 
 
 class _Launch:
-    """The ranks of one world size."""
-
     def __init__(self, size: int) -> None:
         local.warm_up()
         context = multiprocessing.get_context("forkserver")

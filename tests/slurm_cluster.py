@@ -412,7 +412,6 @@ def _run(*command: str, environ: dict[str, str] | None = None, user: str | None 
 
 
 def _within(seconds: float, condition: Callable[[], bool]) -> bool:
-    """Whether ``condition`` came true in time."""
     end = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.2)

@@ -17,7 +17,6 @@ UNLEARNS = (
 
 
 def kept(directory: Path) -> dict[str, str]:
-    """What lies among the checkpoints, links with where they lead."""
     folder = directory / "checkpoints"
     return {path.name: path.readlink().name if path.is_symlink() else "" for path in folder.iterdir()}
 

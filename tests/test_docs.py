@@ -8,8 +8,10 @@ import shlex
 import sys
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
+from ptdbench import __main__ as program
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition
 from ptdbench.parallel.pipeline_schedules import SPLITS_SINCE
@@ -21,6 +23,7 @@ from tests.conftest import ROOT, composed
 from tests.daily import cases
 from tests.parallel.splitting import is_refused
 from tests.refusals import refusal_of
+from tests.report.made import failed, keep
 from tests.shown import PAGES, commands, links, refusals, whole
 
 #: What `make slurm-up` starts, of which the pages show what it says.
@@ -56,15 +59,35 @@ SMALL = {
 }
 
 
+def test_the_ci_workflow_shows_what_fails(tmp_path, monkeypatch, capsys):
+    """commands/test_compare.py has two commits of which one breaks a model."""
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "ci.md").read_text(), re.DOTALL)
+    steps = {step["name"]: step for step in yaml.safe_load(text)["jobs"]["compare"]["steps"] if "run" in step}
+    assert {name: step.get("if") for name, step in steps.items()} == {
+        "Install": None, "Compare with the base": None, "Report": "always()", "Comment": "always()",
+    }  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    keep(tmp_path / "outputs" / "now_compare" / "after" / "0", "0_ddp", failed("ddp", "broken"))
+    words = steps["Report"]["run"].replace("*", "now").split()
+    monkeypatch.setattr(sys, "argv", words)
+    assert program.main() == 0
+    assert "broken" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "report.html").exists()
+    assert steps["Comment"]["run"].endswith("--body-file report.md")
+    monkeypatch.setattr(sys, "argv", ["ptdbench", "compare", "--help"])
+    with pytest.raises(SystemExit):
+        program.main()
+    flags = {word for word in steps["Compare with the base"]["run"].split() if re.fullmatch(r"--\w.*", word)}
+    assert flags <= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+
+
 def of(page_command: str) -> list[list[str]]:
-    """The overrides of each run that a command makes."""
     words = shlex.split(page_command)
     overrides = [word for word in words if not word.startswith("-")]
     return compose_all(overrides, multirun="-m" in words).overrides
 
 
 def smaller(overrides: list[str]) -> list[str]:
-    """The run of these overrides, as small as it can be."""
     job = composed(*overrides)
     name = job.workload.name if job.workload.name != "train" else job.model._target_.rpartition(".")[2].lower()
     (small,) = (more for key, more in SMALL.items() if key.lower() == name)
@@ -95,9 +118,10 @@ def test_documented_command_runs(command, shared_run, done):
             done.add(resolved)
 
 
-def test_documented_commands_are_found():
+def test_documented_commands_are_found_in_short_pages():
     assert {"", "-m model=gpt_tiny parallel=ddp,pdp,fsdp", "workload=hello", "model=custom"} <= set(TO_RUN)
     assert len(REFUSED) >= 4
+    assert len(TEXTS[0].splitlines()) <= 150
 
 
 def specify(command: str) -> None:
@@ -126,10 +150,6 @@ def test_documented_script_is_the_real_one(monkeypatch):
     text, _ = requests.write_script(shlex.split(shown[1]))
     text = text.replace(sys.executable, "/home/ada/ptdbench/.venv/bin/python")
     assert text.replace(str(ROOT), "/home/ada/ptdbench") == shown[2]
-
-
-def test_readme_is_short():
-    assert len(TEXTS[0].splitlines()) <= 150
 
 
 def test_commands_fit_a_terminal():

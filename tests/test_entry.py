@@ -26,7 +26,6 @@ TOY = ("model=toy", "train.steps=4", "device=cpu")
 
 
 def refused(*arguments: str, cwd: Path) -> list[str]:
-    """The lines of a refusal."""
     done = forked.train_py(*arguments, cwd=cwd)
     assert done.returncode == 1
     assert done.stdout == ""
@@ -36,7 +35,7 @@ def refused(*arguments: str, cwd: Path) -> list[str]:
 
 
 class TestRefusals:
-    def test_options_that_do_not_fit_each_other_or_the_machine(self, tmp_path):
+    def test_options_that_do_not_fit_and_misspelled_ones(self, tmp_path):
         found = refused(
             "backend=nccl", "device=cpu", "model.heads=3", "train.global_batch=17", "optimizer.lr=fast",
             "data.path=books", cwd=tmp_path,
@@ -44,8 +43,6 @@ class TestRefusals:
         assert [line.partition(":")[0] for line in found] == [
             "backend=nccl", "data.path=books", "model.heads=3", "optimizer.lr=fast", "train.global_batch=17",
         ]  # fmt: skip
-
-    def test_misspelled(self, tmp_path):
         found = refused("parralel=ddp", "model=gpt_tyny", "train.stepz=3", cwd=tmp_path)
         assert ["try " in line for line in found] == [True] * 3
         line = "model=toyy: there is no such choice; try toy"

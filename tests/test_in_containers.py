@@ -20,7 +20,6 @@ MOUNTS = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/sys", "/r
 
 @pytest.fixture
 def image(tmp_path):
-    """A root with nothing in it but its interpreter."""
     python = tmp_path / "image" / "inside" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')

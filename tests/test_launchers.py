@@ -35,7 +35,6 @@ def alone(command: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Done
 
 
 def the_record(cwd: Path) -> dict[str, Any]:
-    """The record of the only run that there was."""
     (directory,) = outputs(cwd)
     (path,) = directory.rglob("record.json")
     return record_of(path.parent)

@@ -165,19 +165,15 @@ def test_bash_completes_commands_flags_options_and_directories(tmp_path, environ
     assert [line.strip() for line in done.stdout.splitlines()] == [*lines.values()], done.stderr
 
 
-class TestScript:
-    def test_it_goes_to_standard_output_and_remarks_do_not(self, ptdbench, tmp_path, monkeypatch):
-        monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM
-        status, out, err = ptdbench("sbatch", "-m", "model=toy", "cluster.nodes=2")
-        assert (status, out[0]) == (0, "#!/bin/bash")
-        assert "#SBATCH --nodes=2" in out
-        assert len(err) == 1  # that nobody here knows how many GPUs a node has
-
-    def test_what_cannot_be_used_is_one_line_each_also_with_options_of_the_command_between(self, ptdbench, tmp_path):
-        status, out, err = ptdbench("sbatch", "model=toyy", "--config-dir", tmp_path, "parallel=dpd")
-        assert (status, out) == (1, [])
-        assert err[0] == "model=toyy: there is no such choice; try toy"
-        assert [line.partition(":")[0] for line in err[1:]] == ["parallel=dpd"]
+def test_a_script_goes_to_standard_output_and_remarks_and_refusals_to_standard_error(ptdbench, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM
+    status, out, err = ptdbench("sbatch", "-m", "model=toy", "cluster.nodes=2")
+    assert (status, out[0]) == (0, "#!/bin/bash")
+    assert "#SBATCH --nodes=2" in out
+    assert len(err) == 1  # that nobody here knows how many GPUs a node has
+    status, out, err = ptdbench("sbatch", "model=toyy", "--config-dir", tmp_path, "parallel=dpd")
+    assert (status, out) == (1, [])
+    assert [line.partition(":")[0] for line in err] == ["model=toyy", "parallel=dpd"]
 
 
 @pytest.mark.parametrize("name", ["compare", "explain", "plan", "report", "run", "sbatch", "status"])

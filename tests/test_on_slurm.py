@@ -9,27 +9,22 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ptdbench.records import ledger, store
-from tests import slurm_cluster
+from ptdbench.records import store
 from tests.conftest import outputs
 from tests.forked import train_py
 from tests.launch.faulty import FAULTY
-from tests.launch.patient import patient
 from tests.programs import TRAIN, call, until
 
 PTDBENCH = (sys.executable, "-m", "ptdbench")
 TOY = ("cluster=slurm", "model=toy", "train.steps=4", "device=cpu")
 HELLO = ("cluster=slurm", "workload=hello", "device=cpu")
-CPU = "cluster=slurm model=toy device=cpu"
 FAILS = ("cluster=slurm", *FAULTY, "train.steps=4", "device=cpu")
 
 Done = subprocess.CompletedProcess[str]
@@ -38,20 +33,16 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(tmp_path: Path, slurm: dict[str, str]) -> Run:
-    """Carries out a command in a folder of its own."""
     return partial(call, cwd=tmp_path, environ=slurm)
 
 
 @pytest.fixture
 def submit(tmp_path: Path, slurm: dict[str, str]) -> Run:
-    """Carries out ``train.py`` there."""
     return partial(train_py, cwd=tmp_path, environ=slurm)
 
 
 @pytest.fixture
 def jobs(run: Run, slurm: dict[str, str]) -> Callable[[], set[str]]:
-    """The jobs that tests of this session have submitted, ended or not; SLURM forgets old ones after five minutes."""
-
     def listed() -> set[str]:
         lines = run("squeue", "--noheader", "--states=all", "--format=%i %w").stdout.splitlines()
         return {line for line in lines if line.endswith(f" {slurm['SBATCH_WCKEY']}")}
@@ -60,13 +51,11 @@ def jobs(run: Run, slurm: dict[str, str]) -> Callable[[], set[str]]:
 
 
 def sweep(folder: Path) -> Path:
-    """The directory of the only sweep that there was."""
     (directory,) = outputs(folder)
     return directory
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The results of it, in the order of its runs."""
     results = [record.written for record in store.read_results(sweep(folder))]
     found = sorted(results, key=lambda record: Path(record["directory"]).name)
     for record in found:
@@ -125,54 +114,14 @@ class TestSweep:
         assert ["ok" in row for row in rows] == [False, False, True]
 
 
-class TestWithoutWaiting:
-    @pytest.mark.thorough
-    def test_detached_job_is_followed_and_canceled(self, run, submit, tmp_path, jobs):
-        before = jobs()
-        done = submit(*TOY, "train.steps=1000000", "train.max_minutes=null", "cluster.submit=detach")
-        assert done.returncode == 0, done.stderr
-        assert [line.split()[0] for line in done.stdout.splitlines()] == ["submitted", "status", "cancel", "output"]
-        assert not (sweep(tmp_path) / "results.jsonl").exists()  # it has not ended
-        assert len(jobs() - before) == 1
-
-        def status() -> Done:
-            return run(*PTDBENCH, "status", str(sweep(tmp_path)))
-
-        (job,) = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
-        until((sweep(tmp_path) / job["directory"] / "progress.json").exists)
-        seen = status()
-        assert seen.returncode == 0
-        assert "RUNNING n" in seen.stdout
-        assert "/1000000 " in seen.stdout
-        run("scancel", job["id"])
-        until(lambda: status().returncode)
-        (record,) = records(tmp_path)
-        assert (record["status"], record["error"]["type"]) == ("failed", "CANCELLED")
-        assert record["error"]["message"].startswith(f"SLURM ended job {job['id']} on n")
-        assert "failed (CANCELLED)" in status().stdout
-
-    def test_submit_test_submits_and_writes_nothing(self, submit, tmp_path, jobs):
-        before = jobs()
-        done = submit(*HELLO, "cluster.submit=test", "cluster.nodes=1,2", "seed=0,1")
-        assert (done.returncode, done.stderr) == (0, "")
-        one, two = done.stdout.splitlines()
-        assert one.startswith("1 node x 2 ranks (2 jobs): Job ")
-        assert two.startswith("2 nodes x 2 ranks (2 jobs): Job ")
-        assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
-
-    @pytest.mark.thorough
-    def test_interrupted_wait_leaves_the_jobs(self, run, tmp_path, slurm):
-        command, pipe = [*TRAIN, *HELLO, "+cluster.extra.hold=true"], subprocess.PIPE  # held: it must not end before
-        process = subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=pipe, stderr=pipe, text=True)
-        assert process.stderr.readline().startswith("job ")  # it follows the job now
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=240)
-        assert process.returncode == 128 + signal.SIGINT
-        (job,) = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
-        assert f"The jobs go on. Look at them with: python -m ptdbench status {sweep(tmp_path)}" in said.splitlines()
-        assert "Traceback" not in said
-        assert run("scontrol", "release", job["id"]).returncode == 0
-        until(lambda: " ok " in run(*PTDBENCH, "status", str(sweep(tmp_path))).stdout)
+def test_submit_test_submits_and_writes_nothing(submit, tmp_path, jobs):
+    before = jobs()
+    done = submit(*HELLO, "cluster.submit=test", "cluster.nodes=1,2", "seed=0,1")
+    assert (done.returncode, done.stderr) == (0, "")
+    one, two = done.stdout.splitlines()
+    assert one.startswith("1 node x 2 ranks (2 jobs): Job ")
+    assert two.startswith("2 nodes x 2 ranks (2 jobs): Job ")
+    assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
 
 
 def test_sbatch_script_runs(run, tmp_path):
@@ -192,21 +141,11 @@ def test_sbatch_script_runs(run, tmp_path):
 class TestRefused:
     """Bad input: a message that says what to try, exit status 1, nothing submitted, nothing left behind."""
 
-    @pytest.mark.parametrize(
-        ("arguments", "expected"),
-        [
-            (f"{CPU} cluster.nodes=3", "cluster.nodes=3: partition debug has 2 nodes; try 2"),
-            (f"{CPU} cluster.log=/dev/null/%j",
-             "cluster.log=/dev/null/%j: /dev/null is no folder; give a folder that the cluster's nodes share"),
-            (f"{CPU} hydra.sweep.dir='top5%u'", "/top5%u: %, \\ and line breaks in the path of a job's output mean"),
-        ],
-    )  # fmt: skip
-    def test_refusal_is_one_line_and_nothing_is_submitted(self, arguments, expected, submit, jobs, tmp_path):
+    def test_refusal_is_one_line_and_nothing_is_submitted(self, submit, jobs, tmp_path):
         before = jobs()
-        done = submit(*arguments.split())
+        done = submit(*TOY, "cluster.nodes=3")
         assert (done.returncode, done.stdout) == (1, "")
-        (line,) = done.stderr.splitlines()
-        assert expected in line
+        assert done.stderr == "cluster.nodes=3: partition debug has 2 nodes; try 2\n"
         assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
 
     def test_ranks_submit_no_jobs(self, run, jobs, tmp_path):
@@ -219,17 +158,6 @@ class TestRefused:
             "start it with plain python, or omit cluster and launcher to run on these ranks"
         ]
         assert len(jobs() - before) == 1  # the srun itself
-
-
-def test_cfg_of_a_sweep_shows_every_run_without_slurm(environ, tmp_path):
-    asked = ("hydra/launcher=submitit_slurm", "model=toy", "parallel=ddp,fsdp", "cluster.nodes=1,2", "--cfg", "job")
-    done = train_py(*asked, cwd=tmp_path, environ={**environ, "PATH": str(Path(sys.executable).parent)})
-    assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
-    shapes = [(strategy, nodes) for strategy in ("ddp", "fsdp") for nodes in (1, 2)]
-    for number, (document, (strategy, nodes)) in enumerate(zip(done.stdout.split("---\n"), shapes, strict=True)):
-        assert document.startswith(f"# run {number}: ")
-        for line in ("name: slurm", f"name: {strategy}", f"nodes: {nodes}"):
-            assert f"  {line}\n" in document
 
 
 def test_job_of_a_killed_submission_is_found_again(run, submit, jobs, tmp_path, slurm):
@@ -256,41 +184,6 @@ def test_job_of_a_killed_submission_is_found_again(run, submit, jobs, tmp_path, 
 
 
 @pytest.mark.thorough
-def test_moved_record_does_not_end_the_sweep(slurm, tmp_path):
-    waits, pipe = tmp_path / "waits", subprocess.PIPE
-    asked = ("cluster=slurm", "cluster.ranks_per_node=1", "parallel=single", "hydra.sweep.dir=sweep")
-    command = [*TRAIN, *asked, *patient(waits), "train.steps=1000", "train.max_minutes=null"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=pipe, stderr=pipe, text=True)
-    record = tmp_path / "sweep" / "0_Patient_single" / "record.json"
-    until(record.with_name("progress.json").exists)
-    record.rename(record.with_name("moved.json"))
-    waits.unlink()
-    said, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert "Traceback" not in said + errors
-    assert json.loads(record.read_text())["status"] == "ok"
-
-
-@pytest.mark.thorough
-def test_runs_of_a_block_share_a_job_and_fail_alone(submit, tmp_path):
-    asked = ("repeat=2", "sweep.same_nodes=true", "+model.how=raise,none", "+model.rank=0", "parallel=single")
-    done = submit(*FAILS, *asked)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("submitted 2 jobs with 4 runs: ")
-    found = records(tmp_path)
-    assert [record["config"]["repeat"]["block"] for record in found] == [0, 0, 1, 1]
-    assert sorted(record["status"] for record in found) == ["failed", "failed", "ok", "ok"]
-    noted = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
-    assert len({job["id"] for job in noted}) == 2
-    for first, second in (found[:2], found[2:]):
-        assert first["owner"]["job"] == second["owner"]["job"]
-        ended = (Path(first["directory"]) / "record.json").stat().st_mtime
-        assert ended <= datetime.fromisoformat(second["started"]).timestamp()
-    for job in noted:
-        assert list(Path(job["log"]).glob(f"{job['id']}_0_log.*"))
-
-
-@pytest.mark.thorough
 def test_micro_batch_is_found_by_steps_on_both_nodes(submit, tmp_path):
     """Nothing cheaper has srun start ranks again and again within a job."""
     done = submit(*TOY, "cluster.nodes=2", "cluster.ranks_per_node=1", "train.micro_batch=max", timeout=400)
@@ -300,24 +193,3 @@ def test_micro_batch_is_found_by_steps_on_both_nodes(submit, tmp_path):
     assert written["layout"]["micro_batch"] == written["micro_batch"]["found"] == 8
     tries = [json.loads(path.read_text()) for path in sweep(tmp_path).glob("*/tries/*/record.json")]
     assert [(one["status"], one["nodes"]) for one in tries] == [("ok", ["n1", "n2"])] * 2
-
-
-@pytest.mark.thorough
-def test_sweep_longer_than_max_array_size_is_two_arrays(tmp_path, slurm, monkeypatch):
-    """On a controller of its own, whose limit it is: both arrays are accepted, submitted and followed to their end."""
-    text = f"{slurm_cluster._SLURM_CONF}MaxArraySize=4\n"
-    monkeypatch.setitem(slurm_cluster._FILES, "slurm.conf", text)
-    folder = Path(tempfile.mkdtemp(prefix="ptdbench-slurm-", dir="/tmp"))  # sockets in it need a short path
-    try:
-        environ = slurm | {"SLURM_CONF": str(slurm_cluster.up(folder))}
-        words = ("-m", *HELLO, "cluster.ranks_per_node=1", "seed=range(0,6)")
-        tested = train_py(*words, "cluster.submit=test", cwd=tmp_path, environ=environ)
-        done = train_py(*words, cwd=tmp_path, environ=environ)
-    finally:
-        slurm_cluster.down(folder)
-    assert tested.stdout.count("1 node x 1 rank (3 jobs): Job ") == 2
-    assert done.returncode == 0, done.stderr
-    jobs = ledger.read(sweep(tmp_path)).jobs
-    assert [(job.number, job.element) for job in jobs] == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
-    assert len({job.id.partition("_")[0] for job in jobs}) == 2
-    assert [record.status for record in store.read_results(sweep(tmp_path))] == ["ok"] * 6

@@ -45,7 +45,6 @@ hydra:
 
 @pytest.fixture(scope="module")
 def options() -> ModuleType:
-    """The extension, which Sphinx finds in its own folder."""
     spec = importlib.util.spec_from_file_location("options", ROOT / "docs" / "options.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["options"] = module  # where its dataclasses look for it
@@ -89,16 +88,13 @@ def test_choice_has_header_options_and_comments(options, tmp_path: Path):
     ]
 
 
-def test_class_docstring_describes_undocumented_options(options):
+def test_docstrings_and_field_comments_describe_options(options):
     said = options.described("ptdbench.models.gpt.GPT")
     assert said["layers"] == "Number of blocks."
     assert "multiple of 128, which matrix" in said["vocabulary"]  # of two lines
     page = options.markdown("model")
     assert "| `model.layers` | Number of blocks. |" in page
     assert options.described("torch.optim.AdamW") == {}
-
-
-def test_field_comments_describe_options(options):
     said = options.described("ptdbench.workloads.matmul.Matmul")
     assert said.keys() == {"shapes", "dtypes", "seconds"}
     assert said["dtypes"].startswith("One or a list of ``fp32``")
@@ -114,13 +110,10 @@ def test_option_is_described_once_without_empty_columns(options, group):
         assert not all(row.endswith("|  |") for row in table.splitlines()[2:]), table
 
 
-def test_common_options_are_listed_once(options):
+def test_common_options_are_listed_once_in_place_of_the_marker(options):
     page = options.markdown("parallel")
     assert page.count("## Options of every choice") == page.count("`parallel.bucket_mb`") == 1
     assert page.index("| `parallel.replicate` | `2` |") < page.index("## Options of every choice")
-
-
-def test_only_the_marker_is_replaced(options):
     page = options.expand("# Title\n\n<!-- options: optimizer -->\n\nThe end.\n")
     assert page.startswith("# Title\n\n## adamw\n")
     assert "| `optimizer.lr` | `1e-3` |" in page

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from ptdbench.records import store
 from tests import forked
 from tests.conftest import ROOT
-from tests.programs import TORCHRUN, call
 
 pytestmark = pytest.mark.ranks
 
@@ -27,7 +24,6 @@ Train = Callable[..., Done]
 
 @pytest.fixture
 def train(tmp_path: Path, environ: dict[str, str]) -> Train:
-    """Carries out ``train.py`` in a folder of its own."""
     return partial(forked.with_ranks, cwd=tmp_path, environ={**environ, "PYTHONPATH": str(ROOT)})
 
 
@@ -98,74 +94,8 @@ def test_what_is_missing_is_done_again_in_its_place_and_more_blocks_are_added(sw
     assert runs(sweep) == again
 
 
-@pytest.mark.thorough
-def test_one_of_the_runs_goes_on_alone_and_remains_in_its_block(sweep, train):
-    (run,) = sweep.glob("3_toy_single_lr-*")
-    said = forked.train_py(f"resume=sweep/{run.name}", cwd=sweep.parent)
-    assert said.returncode == 1
-    assert f"resume=sweep/{run.name}: is complete, with 4 of 4 steps" in said.stderr
-    shutil.rmtree(run / "checkpoints" / "step-00000004")
-    was = json.loads((run / "record.json").read_text())
-    error = {"rank": -1, "type": "Stopped", "message": "stopped", "traceback": ""}
-    store.write_record(run, was | {"status": "preempted", "steps": 2, "error": error})
-    done = train(f"resume=sweep/{run.name}")
-    assert done.returncode == 0, done.stderr
-    written = json.loads((run / "record.json").read_text())
-    assert written["remarks"]["resumed"].startswith("after step 2, from ")
-    assert (written["status"], written["steps"], block(written)) == ("ok", 4, block(was))
-    assert written["config"]["repeat"]["runs"] == 1
-    assert written["fingerprint"] == was["fingerprint"]
-    assert len(list(sweep.glob("*/record.json"))) == 4
-
-
 def test_auto_ends_where_nothing_is_to_be_compared_at_the_first_look(tmp_path, train):
     done = train(*TOY, "repeat=auto", "repeat.max=8")
     assert done.returncode == 0, done.stderr
     assert [block(record) for record in runs(tmp_path / "sweep").values()] == [0, 1, 2]
     assert "3 blocks of at most 8: nothing to compare" in done.stderr.splitlines()
-
-
-@pytest.mark.thorough
-def test_as_jobs_on_this_machine_a_repeat_that_fails_ends_no_other(tmp_path, train):
-    (tmp_path / "fails").touch()
-    model = ("model=custom", "model._target_=tests.test_repeats.FailsOnce", "+model.in_features=8")
-    data = ("+model.out_features=4", "data=synthetic_vectors", "data.inputs=8", "data.outputs=4")
-    done = train("hydra/launcher=submitit_local", *model, *data, "parallel=ddp", *TOY[2:], "repeat=2")
-    assert done.returncode == 1, done.stderr
-    first, second = runs(tmp_path / "sweep").values()
-    assert (first["status"], block(first), first["error"]["message"]) == ("failed", 0, "this one is on purpose")
-    assert (second["status"], block(second), second["launcher"], second["world_size"]) == ("ok", 1, "local", 2)
-    assert first["fingerprint"] == second["fingerprint"]
-    assert f"0_FailsOnce_ddp, rank {first['error']['rank']}:\nTraceback" in done.stderr
-    assert done.stdout.count("status\n") == 1  # one table
-    told = [line for line in done.stderr.splitlines() if line.endswith((": started", ": failed", ": ok"))]
-    names = ("0 FailsOnce_ddp: started", "0_FailsOnce_ddp: failed", "1 FailsOnce_ddp: started", "1_FailsOnce_ddp: ok")
-    assert tuple(told) == names
-    done = train("sweep.resume=sweep")
-    assert done.returncode == 0, done.stderr
-    (other, again) = runs(tmp_path / "sweep").values()
-    assert other == second
-    assert (again["status"], block(again), again["directory"]) == ("ok", 0, first["directory"])
-
-
-class FailsOnce(nn.Linear):
-    """Its first step fails, of all runs in a folder."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if not inputs.is_meta and (flag := Path("fails")).exists():  # not where its FLOPs are counted
-            flag.unlink(missing_ok=True)  # by whichever rank comes first
-            raise RuntimeError("this one is on purpose")
-        return super().forward(inputs)
-
-
-@pytest.mark.thorough
-def test_ranks_of_a_launcher_take_the_runs_in_the_same_order(tmp_path, environ):
-    asked = ("-m", "model=toy", "parallel=ddp,fsdp", *TOY[2:], "repeat=2")
-    done = call(*TORCHRUN, *asked, cwd=tmp_path, environ=environ)
-    assert done.returncode == 0, done.stderr
-    records = list(runs(tmp_path / "sweep").values())
-    told = [(record["status"], record["world_size"], block(record)) for record in records]
-    assert told == [("ok", 2, 0)] * 2 + [("ok", 2, 1)] * 2
-    names = [record["parallel"] for record in records]
-    assert sorted(names[:2]) == ["ddp", "fsdp"]
-    assert names == names[::-1]

@@ -33,7 +33,6 @@ def submitted(cwd: Path, env: dict[str, str], *options: str) -> tuple[str, Path]
 
 
 def hurry(cwd: Path) -> None:
-    """Let the run in this folder come to its end."""
     (cwd / "waits").unlink()
 
 

@@ -1,6 +1,5 @@
 """Runs that were interrupted go on as if nothing had happened; sweeps do what is missing."""
 
-import json
 import re
 import signal
 from collections.abc import Callable
@@ -162,32 +161,3 @@ def test_stopped_run_saves_and_resumes_in_its_directory(tmp_path):
     assert complete.stderr.strip() == (
         "resume=run: is complete, with 2000 of 2000 steps; try train.steps=4000, to train on from there"
     )
-
-
-def test_resumed_sweep_runs_only_missing_or_damaged_ones(tmp_path):
-    arguments = ("-m", *TOY, "train.steps=2", "parallel=ddp,single", "hydra.sweep.dir=sweep")
-    done = forked.with_ranks(*arguments, "train.global_batch=12,24", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    results = tmp_path / "sweep" / "results.jsonl"
-    lines = results.read_text().splitlines(keepends=True)
-    paths = [tmp_path / json.loads(line)["directory"] / "record.json" for line in lines]
-    before = [path.stat().st_mtime_ns for path in paths]
-    # As a killed sweep leaves it: one run was never begun, one has no end and the line of an earlier start.
-    failed = json.dumps(json.loads(lines[2]) | {"status": "failed"})
-    results.write_text("".join(lines[:2]) + f"{failed}\n5\n{{}}\n")
-    paths[1].write_bytes(b"[1]")
-    unfinished = {"rank": -1, "type": "Unfinished", "message": "", "traceback": ""}
-    paths[2].write_text(json.dumps(json.loads(lines[2]) | {"status": "failed", "error": unfinished}))
-    for path in paths[3].parent.glob("*.json"):
-        path.unlink()
-
-    again = forked.with_ranks("-m", "sweep.resume=sweep", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert "Traceback" not in again.stderr
-    assert sum("is damaged and skipped" in line for line in again.stderr.splitlines()) == 2
-    after = [path.stat().st_mtime_ns for path in paths]
-    assert [one == other for one, other in zip(before, after, strict=True)] == [True, False, False, False]
-    assert paths[1].with_name("record.json.damaged").read_bytes() == b"[1]"
-    records = [json.loads(line) for line in results.read_text().splitlines() if line not in ("5", "{}")]
-    assert [record["status"] for record in records] == ["ok"] * 4
-    assert sorted(tmp_path / record["directory"] / "record.json" for record in records) == sorted(paths)

@@ -99,8 +99,6 @@ THOROUGH = [
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Record]:
-    """The record of one rank with the same model, which runs once."""
-
     def run(*overrides: str) -> Record:
         record = run_on_shared_ranks(tmp_path_factory.mktemp("single"), *COMMON, *overrides, "parallel=single")
         assert record["status"] == "ok", record["error"]

@@ -67,13 +67,12 @@ RECORD = made({
 })  # fmt: skip
 
 
-class TestObjective:
-    def test_it_is_one_figure_of_the_record_if_that_is_ok_and_has_it(self):
-        tokens = RECORD | {"metrics": {"tokens_per_second": 128.0, "samples_per_second": 8.0}}
-        for record, name, expected in (
-            (RECORD, "throughput", 8.0), (tokens, "throughput", 128.0), (RECORD, "held_out_loss", 2.0),
-            (RECORD, "held_out_accuracy", 0.75), (RECORD | {"status": "failed"}, "throughput", None),
-            (RECORD | {"evaluations": []}, "held_out_loss", None),
-            (made({"metrics": None}), "throughput", None),
-        ):  # fmt: skip
-            assert objective_value(record, name) == expected
+def test_it_is_one_figure_of_the_record_if_that_is_ok_and_has_it():
+    tokens = RECORD | {"metrics": {"tokens_per_second": 128.0, "samples_per_second": 8.0}}
+    for record, name, expected in (
+        (RECORD, "throughput", 8.0), (tokens, "throughput", 128.0), (RECORD, "held_out_loss", 2.0),
+        (RECORD, "held_out_accuracy", 0.75), (RECORD | {"status": "failed"}, "throughput", None),
+        (RECORD | {"evaluations": []}, "held_out_loss", None),
+        (made({"metrics": None}), "throughput", None),
+    ):  # fmt: skip
+        assert objective_value(record, name) == expected

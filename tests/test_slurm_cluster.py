@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from tests.programs import call, until
 
 
 def said(environ: dict[str, str], *command: str) -> str:
-    """What a command prints that must succeed."""
     done = call(*command, cwd=ROOT, environ=environ)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -24,30 +22,6 @@ def test_only_the_daemons_need_root(monkeypatch):
     monkeypatch.setattr(slurm_cluster, "_lacking", lambda packages: [])
     assert slurm_cluster.missing("chromium") == slurm_cluster.missing("openmpi-bin") == ""
     assert slurm_cluster.missing().startswith("only root may start its daemons")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["-N3"], "PartitionNodeLimit"),
-        (["--partition=short", "-N2"], "PartitionNodeLimit"),
-        (["--partition=short", "--time=6"], "PartitionTimeLimit"),
-    ],
-)
-def test_job_over_a_limit_stays_pending(slurm, options, reason):
-    """As by SLURM's default: only who asks before submitting learns it."""
-    job = said(slurm, "sbatch", "--parsable", "--output=/dev/null", *options, "--wrap=true").strip()
-    queued = ("squeue", "--noheader", f"--jobs={job}", "--format=%T %r")
-    until(lambda: said(slurm, *queued).strip() == f"PENDING {reason}")
-
-
-def test_started_commands_have_no_variables_of_the_tests(slurm, mpirun):
-    words = ("RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST", "OMP_NUM_THREADS")
-    for launcher in (["srun"], [*mpirun, "-np", "1"]):
-        names = {line.split("=")[0] for line in said(slurm, *launcher, "env").splitlines()}
-        assert names.isdisjoint(words)
-        assert "PATH" in names
 
 
 def test_open_mpi_uses_both_nodes_of_an_allocation(slurm, mpirun):
@@ -92,25 +66,3 @@ def test_second_cluster_starts_heals_and_ends(slurm, tmp_path_factory, request):
     assert not beside.exists()
     assert str(beside) not in Path("/etc/hosts").read_text()
     assert said(slurm, "srun", "-N2", "hostname")  # the other one is as it was
-
-
-@pytest.mark.thorough
-def test_last_lines_list_skipped_tests(environ):
-    script = (
-        "import sys, pytest\n"
-        "from tests import slurm_cluster\n"
-        "slurm_cluster.missing = lambda *packages: 'none is wanted here'\n"
-        "tests = ('test_requeue.py::test_last_requeue_stays_saved', "
-        "'test_launchers.py::TestTraining::test_mpirun')\n"
-        "words = ['-p', 'no:cacheprovider', '-m', '', *('tests/' + test for test in tests)]\n"
-        "sys.exit(pytest.main(words))\n"
-    )
-    *_, first, why, test, second, why_not, other, end = said(environ, sys.executable, "-c", script).splitlines()
-    assert "left out 1 test, for want of SLURM" in first
-    named = "  tests/test_requeue.py::test_last_requeue_stays_saved"
-    assert (why, test) == ("no SLURM: none is wanted here", named)
-    assert "left out 1 test, for want of Open MPI" in second
-    assert (why_not, other) == (
-        "no Open MPI: none is wanted here", "  tests/test_launchers.py::TestTraining::test_mpirun",
-    )  # fmt: skip
-    assert "2 skipped" in end

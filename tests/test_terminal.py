@@ -63,20 +63,25 @@ def test_characters_the_stream_lacks_are_drawn_in_ascii(encoding, written):
     assert raw.getvalue().decode(encoding) == written
 
 
-def test_missing_stream_is_no_error(monkeypatch):
+def test_lost_streams_and_full_disks_are_reported_once(monkeypatch, environ, tmp_path):
     monkeypatch.setattr(sys, "stdout", None)
     echo("nobody hears it")
+    program = "from ptdbench.terminal import echo; echo('a' * 100_000); echo('b'); print('c'); raise SystemExit(3)"
+    done = without_reader("-c", program, environ=environ, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (3, "")
+    program = "from ptdbench.terminal import echo; echo('a'); echo('b')"
+    with open("/dev/full", "w") as full:
+        done = python("-c", program, environ=environ, cwd=tmp_path, stdout=full)
+    assert (done.returncode, done.stderr) == (0, "the output cannot be written: No space left on device\n")
 
 
 def python(*words, environ, cwd, stdout, stderr=subprocess.PIPE):
-    """What a program says on standard error, and its exit status."""
     environ = {**environ, "PYTHONPATH": str(ROOT)}
     streams = {"stdout": stdout, "stderr": stderr, "text": True}
     return subprocess.run([sys.executable, *words], env=environ, cwd=cwd, **streams, timeout=240, check=False)
 
 
 def without_reader(*words, environ, cwd, both=False):
-    """The same when nobody reads its output."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as stdout:
@@ -84,23 +89,8 @@ def without_reader(*words, environ, cwd, both=False):
         return python(*words, environ=environ, cwd=cwd, stdout=stdout, stderr=stderr)
 
 
-def test_closed_pipe_leaves_no_error_at_exit(environ, tmp_path):
-    program = "from ptdbench.terminal import echo; echo('a' * 100_000); echo('b'); print('c'); raise SystemExit(3)"
-    done = without_reader("-c", program, environ=environ, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (3, "")
-
-
-def test_full_disk_is_reported_once(environ, tmp_path):
-    program = "from ptdbench.terminal import echo; echo('a'); echo('b')"
-    with open("/dev/full", "w") as full:
-        done = python("-c", program, environ=environ, cwd=tmp_path, stdout=full)
-    assert (done.returncode, done.stderr) == (0, "the output cannot be written: No space left on device\n")
-
-
 @pytest.mark.ranks
 class TestPrograms:
-    """As in ``python train.py ... | head -1``."""
-
     TRAIN = (str(ROOT / "train.py"), "model=toy", "train.steps=2", "device=cpu", "hydra.run.dir=run")
 
     @pytest.mark.thorough

@@ -48,7 +48,6 @@ def checked(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from the source archive."""
     folder = tmp_path_factory.mktemp("wheel")
     checked(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     (found,) = folder.glob("*.whl")
@@ -71,13 +70,11 @@ def programs(wheel, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def shell(programs, environ) -> dict[str, str]:
-    """The environment of a shell in which that one is active."""
     return active(programs, environ)
 
 
 @pytest.fixture
 def home(tmp_path) -> Path:
-    """A folder with a model of the user's own and its choice."""
     (tmp_path / "mine.py").write_text(MODEL)
     (tmp_path / "choices" / "model").mkdir(parents=True)
     (tmp_path / "choices" / "model" / "mine.yaml").write_text(CHOICE)

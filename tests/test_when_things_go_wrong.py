@@ -46,7 +46,6 @@ def lives(process: psutil.Process) -> bool:
 
 
 def progress_of(process: Started) -> None:
-    """Wait for the first sign of life of the steps."""
     until(lambda: "  step " in process.said()[1] or process.poll() is not None)
     assert process.poll() is None, process.said()
 
@@ -72,7 +71,6 @@ def test_stopped_rank_is_named_and_the_run_ends(tmp_path):
 
 @pytest.fixture
 def tmpfs(tmp_path) -> Iterator[Callable[[str], Path]]:
-    """Mount a small file system of one's own."""
     path = tmp_path / "small"
     path.mkdir()
 

@@ -28,8 +28,6 @@ def on_cpu(tmp_path: Path) -> Session:
 
 
 class Scripted(Session):
-    """A session on an H100 whose runs end as the test says."""
-
     def __init__(self, *records: dict[str, Any], device: str = H100, **options: Any) -> None:
         super().__init__("cuda", {"devices": [device]}, Path("nowhere"), **options)
         self.records = list(records)
@@ -59,7 +57,6 @@ def failed(status: str = "failed", message: str = "no\nmore") -> dict[str, Any]:
 
 
 def part(name: str) -> Any:
-    """How a part is carried out."""
     return instantiate(yaml.safe_load(main.PARTS.read_text())[name])["carry_out"]
 
 

@@ -26,7 +26,6 @@ CONTENT = b"0123456789" * 1000
 
 @pytest.fixture
 def written(tmp_path: Path) -> Manifest:
-    """Three files and their manifest."""
     names = ("__0_0.distcp", "__1_0.distcp", ".metadata")
     for number, name in enumerate(names):
         (tmp_path / name).write_bytes(CONTENT[number:])
@@ -263,7 +262,7 @@ def test_foreign_file_is_not_replaced_by_the_best_link(tmp_path, name, lead):
 
 
 class TestSweepPartial:
-    def test_unfinished_checkpoint_is_removed(self, tmp_path):
+    def test_unfinished_checkpoint_is_removed_and_a_complete_one_named(self, tmp_path):
         checkpoint_dir.remove_partial(tmp_path)
         assert list(tmp_path.iterdir()) == []  # without checkpoints there is nothing to do
         make(tmp_path, 1)
@@ -275,8 +274,6 @@ class TestSweepPartial:
         (tmp_path / "checkpoints" / "step-00000003.deleted").mkdir()
         checkpoint_dir.remove_partial(tmp_path)
         assert names(tmp_path) == ["step-00000001"]
-
-    def test_complete_partial_gets_its_final_name(self, tmp_path):
         made = make(tmp_path, 2)
         made.rename(checkpoint_dir.partial(tmp_path, 2))
         checkpoint_dir.remove_partial(tmp_path)

@@ -121,7 +121,6 @@ def moved(field: str, value: object) -> Callable[[Path], object]:
 
 
 def described(content: bytes) -> Callable[[Path], object]:
-    """Has these metadata."""
     return lambda checkpoint: (checkpoint / ".metadata").write_bytes(content)
 
 

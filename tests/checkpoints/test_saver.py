@@ -26,7 +26,6 @@ def names(run_directory: Path) -> list[str]:
 
 
 def loaded(run_directory: Path) -> Tensor:
-    """The weight in the newest checkpoint."""
     tensors = {"model.weight": torch.full((4, 5), -1.0)}
     safe_load.load(checkpoint_dir.newest(run_directory).checkpoint.path, tensors)
     return tensors["model.weight"]
@@ -45,7 +44,6 @@ def weight() -> dict[str, Tensor]:
 
 
 def save(keeper: Saver, weight: dict[str, Tensor], *steps: int) -> None:
-    """Save after each of these steps, and wait for the last."""
     for step in steps:
         keeper.save(step, weight, {}, {})
     keeper.wait()

@@ -22,18 +22,15 @@ class TestAssign:
         assert not shares[0] & shares[1]
         assert [sum(parts[part] for part in share) for share in shares] == [13, 13]
 
-    def test_shard_of_one_rank_counts_in_its_share(self):
+    def test_shards_count_in_the_share_of_their_rank_and_tensor(self):
         both = {("one", (0,)): 4, ("other", (0,)): 4}
         shares = assign_shares([both | {("first", (0,)): 8}, both])
         assert shares == [{("first", (0,))}, {("one", (0,)), ("other", (0,))}]
-
-    def test_shards_of_one_tensor_are_shared_separately(self):
         first, second = ("weight", (0, 0)), ("weight", (2, 0))
         assert assign_shares([{first: 8}, {second: 8}, {first: 8}, {second: 8}]) == [{first}, {second}, set(), set()]
 
 
 def staged(folder: Path, strategy: str) -> int:
-    """The bytes that this rank copies in its second save."""
     run = Run(strategy, "gpt", "adamw")
     keeper = Saver(folder, keep=1)
     for step in range(2):  # at the first one, the optimizer has no state

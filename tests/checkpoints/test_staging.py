@@ -35,15 +35,12 @@ def test_copies_are_equal_and_independent():
         assert copies[name].untyped_storage().nbytes() == tensor.nbytes
 
 
-def test_memory_is_reused_for_equal_layouts():
+def test_memory_is_reused_for_equal_layouts_and_copies_have_no_gaps():
     stage = Staging()
     places = [{name: copy.data_ptr() for name, copy in stage(some(value))().items()} for value in (1.0, 2.0)]
     assert places[0] == places[1]
     assert torch.equal(stage(some(3.0))()["weight"], torch.full((3, 5), 3.0))
     assert stage({"weight": torch.ones(2)})().keys() == {"weight"}
-
-
-def test_copy_has_no_gaps():
     tensor = torch.arange(12.0).reshape(3, 4)[:, :2]
     copy = Staging()({"part": tensor})()["part"]
     assert torch.equal(copy, tensor)

@@ -78,8 +78,6 @@ LAYOUTS = [(ranks, name) for ranks, name in LAYOUTS if name in STRATEGIES]
 
 
 class Run:
-    """A small run of one rank."""
-
     def __init__(self, strategy: str, model: str, optimizer: str, seed: int = 0, **changes: Any) -> None:
         layout = STRATEGIES[strategy].layout(STRATEGIES[strategy].dims(dist.get_world_size()), BATCH, "auto")
         mesh = mesh_of(layout.dims)
@@ -93,7 +91,6 @@ class Run:
         self.loop = step_loop(self.engine, made, DATA[model], layout, replica)
 
     def go(self, *numbers: int) -> None:
-        """Take the steps of these numbers."""
         self.loop.losses = [torch.zeros(())] * numbers[0]
         for _ in numbers:
             self.loop.step()
@@ -106,7 +103,6 @@ class Run:
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of what is trained, DTensors put together."""
     return {
         name: tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
         for name, tensor in tensors.items()
@@ -184,12 +180,10 @@ def of_layouts(body: Callable[[Path, str], Any], root: Path) -> dict[tuple[int, 
 
 @pytest.fixture(scope="module")
 def saved(root: Path) -> dict[tuple[int, str], list[Any]]:
-    """By layout and rank."""
     return of_layouts(save_all, root)
 
 
 def together(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """All ranks' tensors; copies of one are alike."""
     merged: dict[str, Tensor] = {}
     for tensors in of_ranks:
         for name, tensor in tensors.items():
@@ -335,8 +329,6 @@ def test_optimizer_with_other_state_than_tensors_is_refused():
 
 
 class Late(torch.optim.SGD):
-    """Begins to keep another tensor in its second step."""
-
     def step(self, closure: Any = None) -> None:
         for weight in self.param_groups[0]["params"]:
             if self.state[weight]:

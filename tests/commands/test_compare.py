@@ -97,10 +97,8 @@ class TestInput:
         assert re.search(r"^ddp +4, 5 ", out, re.MULTILINE)
         assert re.search(r"^fsdp +5, 5 ", out, re.MULTILINE)
 
-    def test_sweeps_that_ran_in_the_same_place_one_after_the_other_are_not_paired(self, compare, sides):
+    def test_sweeps_of_one_place_are_not_paired_and_two_in_a_folder_count_with_all_runs(self, compare, sides, tmp_path):
         assert "not paired" in compare(*sides)[1]
-
-    def test_two_sweeps_in_one_folder_count_with_all_their_runs(self, compare, sides, tmp_path):
         for name in ("before", "again"):
             shutil.copytree(sides[0], tmp_path / "both" / name)
         assert re.search(r"^ddp +10, 5 ", compare(tmp_path / "both", sides[1])[1], re.MULTILINE)
@@ -141,12 +139,10 @@ class TestRefused:
         virtual = kept(tmp_path / "virtual", run(kind="virtual", metrics=None))
         assert refused(sides[0], virtual) == f"{virtual}: its runs are virtual, and take no time; give measured ones"
 
-    def test_virtual_runs_beside_measured_ones_are_left_out_with_a_word(self, compare, sides):
+    def test_virtual_runs_are_left_out_with_a_word_and_damaged_records_refused(self, compare, sides, refused):
         keep(sides[0], "virtual", run(kind="virtual", metrics=None))
         status, _, err = compare(*sides)
         assert (status, err) == (1, [f"{sides[0]}: 1 run that took no time, virtual or planned: left out"])
-
-    def test_a_run_whose_record_is_damaged(self, refused, sides):
         path = sides[0] / "0_ddp" / RECORD
         path.write_text("[]")
         assert refused(path.parent, sides[1]).startswith(f"{path} is damaged: ")

@@ -48,13 +48,10 @@ def test_throughputs_of_the_same_model_on_the_same_global_batch_are_comparable(r
     assert [[runs.index(one.runs[0]) for one in group] for group in comparable] == groups
 
 
-def test_each_sweep_has_its_own_alternatives_and_blocks():
+def test_each_sweep_has_its_own_alternatives_and_single_runs_of_one_folder_are_no_repeats(tmp_path):
     one, other = of_sweeps([one for sweep in "ab" for one in repeated("ddp", [1.0, 2.0], sweep=sweep)])
     assert (len(one.runs), len(other.runs)) == (2, 2)
     assert not one.sample.keys() & other.sample.keys()
-
-
-def test_single_runs_in_one_folder_are_no_repeats_and_those_of_a_sweep_are(tmp_path):
     runs = [run("ddp", rate) for rate in (1.0, 2.0)]
     for number, one in enumerate(runs):
         one.directory = str(tmp_path / str(number))

@@ -26,12 +26,10 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def sweep(blocks=3, names=("ddp", "fsdp")):
-    """Runs of these on one machine."""
     return [on(MACHINE, one) for name in names for one in repeated(name, RATES[:blocks], EARLIER)]
 
 
 def started(day):
-    """The same as of this day."""
     return [one | {"started": f"2026-11-{day}T12:00:{place:02}"} for place, one in enumerate(sweep())]
 
 

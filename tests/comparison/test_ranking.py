@@ -30,12 +30,11 @@ def answer(standings):
 
 
 def past(deviation, freedom=8):
-    """Earlier runs that differ by so much."""
     spread = Spread(deviation**2 * freedom, freedom)
     return Noise(spread, spread)
 
 
-def test_each_has_its_rank_where_all_differ():
+def test_ranks_differ_or_are_shared():
     standings = ranked(repeated("fsdp", scaled(0.8)), [failed("single", "no")], repeated("ddp", STEADY))
     assert [place.alternative.median_run.parallel for place in standings.places] == ["ddp", "fsdp", "single"]
     assert [place.rank for place in standings.places] == [(1, 1), (2, 2), None]
@@ -44,9 +43,6 @@ def test_each_has_its_rank_where_all_differ():
     assert second.against_best.low < second.ratio < second.against_best.high
     assert (first.ratio, first.against_best, last.ratio, last.rate, last.margin) == (1.0, None, None, None, None)
     assert re.fullmatch(r"ddp is fastest: 1\.250x fsdp \(95 %: 1\.2[34]\d to 1\.2[56]\d\)", answer(standings))
-
-
-def test_what_is_tied_shares_its_ranks():
     tied = repeated("pdp", scaled(0.8005, jitter=0.002))
     standings = ranked(repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), tied)
     assert [place.rank for place in standings.places] == [(1, 1), (2, 3), (2, 3)]
@@ -82,7 +78,7 @@ def test_what_would_have_been_seen_is_among_all_pairs():
     assert among.detectable == significance.compare(apart, significance.LEVEL / 3).detectable > alone.detectable
 
 
-def test_a_single_alternative_has_no_order():
+def test_one_alternative_and_single_runs_of_an_unknown_machine_have_no_order():
     standings = ranked(repeated("ddp", STEADY))
     assert (standings.places[0].rank, ranking.remark(standings)) == ((1, 1), None)
     assert re.fullmatch(r"ddp: 1,000 tokens/s ±\d\.\d%, compared with no other", answer(standings))
@@ -91,9 +87,6 @@ def test_a_single_alternative_has_no_order():
     )
     nothing = ranked([failed("ddp", "no")])
     assert ([place.rank for place in nothing.places], ranking.remark(nothing)) == ([None], None)
-
-
-def test_single_runs_without_knowledge_of_the_machine_have_no_order():
     standings = ranked([run("ddp", 1000.0)], [run("fsdp", 100.0)])
     assert [(place.rank, place.margin, place.against_best) for place in standings.places] == [((1, 2), None, None)] * 2
     assert ranking.remark(standings) == "one run each: not ranked; repeat=5 ranks them"
@@ -154,7 +147,7 @@ def test_looking_several_times_makes_the_level_smaller_and_intervals_wider():
     assert several.places[1].margin == significance.margin(pool, second, level) > once.places[1].margin
 
 
-def test_what_is_known_to_be_faster_comes_first_though_its_mean_is_lower():
+def test_what_is_known_to_be_faster_comes_first():
     """The others have no runs of the blocks in which the machine was at its fastest."""
     whole = repeated("ddp", [100.0, 100.1, 99.9, 200.0, 200.1])
     first, second = ranked(whole, repeated("fsdp", [110.0, 110.1, 110.0])).places
@@ -162,17 +155,11 @@ def test_what_is_known_to_be_faster_comes_first_though_its_mean_is_lower():
     assert order == [("fsdp", (1, 1)), ("ddp", (2, 2))]
     assert second.ratio == pytest.approx(100 / 110, rel=1e-3)
     assert second.against_best.low < second.ratio < second.against_best.high
-
-
-def test_nor_does_it_come_later_where_another_has_too_few_runs_for_a_rank():
     whole, half = repeated("ddp", [100.0, 100.1, 99.9, 200.0, 200.1]), repeated("fsdp", [110.0, 110.1, 110.0])
     places = ranked(whole, half, repeated("pdp", [105.0, 105.1])).places
     order = [(place.alternative.median_run.parallel, place.rank) for place in places]
     assert order == [("fsdp", (1, 2)), ("ddp", (2, 3)), ("pdp", (1, 3))]
-
-
-def test_those_that_are_faster_in_a_circle_are_ordered_by_their_means():
-    """Each pair has other blocks in common."""
+    # Each pair has other blocks in common.
     rates = {"ddp": (200.0, None, 100.0), "fsdp": (100.0, 200.0, None), "pdp": (None, 100.0, 210.0)}
     runs = [one for name, of in rates.items() for one in repeated(name, [*of] * 20)]
     places = ranked(one for one in runs if one.metrics.tokens_per_second).places

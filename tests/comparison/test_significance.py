@@ -16,16 +16,13 @@ def ranks(samples: list[Sample]) -> list[tuple[int, int]]:
     return significance.ranks(significance.faster(Pool(samples), samples))
 
 
-def test_the_interval_and_the_chance_are_students():
+def test_the_interval_and_the_chance_are_students_also_of_numbers_that_no_float_can_hold():
     one, other = sample(RANDOM(0), 5, mean=0.05), sample(RANDOM(1), 5)
     comparison, theirs = significance.compare(between(one, other)), stats.ttest_rel(logs(one), logs(other))
     interval = theirs.confidence_interval(0.95)
     assert p_values([between(one, other)]) == pytest.approx([theirs.pvalue])
     assert (comparison.low, comparison.high) == pytest.approx((math.exp(interval.low), math.exp(interval.high)))
     assert comparison.ratio == pytest.approx(stats.gmean([*one.values()]) / stats.gmean([*other.values()]))
-
-
-def test_what_no_float_can_hold_is_no_error():
     comparison = significance.compare(Difference(mean=0.0, error=1e300, freedom=4, runs=1, is_paired=False))
     assert comparison.low == 0
     assert min(comparison.high, comparison.detectable) > 1e300
@@ -48,14 +45,11 @@ def test_more_failures_than_chance_makes_are_fishers(was, before, now, after):
     assert significance.chance_of_failures(was, before, now, after) == pytest.approx(expected)
 
 
-def test_holm():
+def test_holm_and_ranges_of_ranks():
     """The example of R's ``p.adjust`` for these values, by hand: 4 * 0.005, 3 * 0.01, 2 * 0.03, then never less."""
     assert significance.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert significance.holm([0.9, 0.8]) == pytest.approx([1.0, 1.0])
     assert len(significance.holm([])) == 0
-
-
-def test_ranks_are_ranges():
     assert ranks(LAYOUTS) == [(1, 1), (2, 3), (2, 3)]
     assert ranks(LAYOUTS[:2]) == [(1, 2), (1, 2)]  # the third says how much runs differ
     assert ranks([{0: 1.0, 1: 1.1, 2: 0.9}, {0: 3.0, 1: 3.1, 2: 2.9}]) == [(2, 2), (1, 1)]

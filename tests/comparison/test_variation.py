@@ -26,7 +26,6 @@ def logs(one: Sample) -> list[float]:
 
 
 def between(one: Sample, other: Sample, *more: Sample, earlier: Noise | None = None):
-    """The difference of the first two of these."""
     return Pool([one, other, *more], earlier).difference(one, other)
 
 
@@ -64,17 +63,14 @@ def test_few_runs_that_are_alike_do_not_borrow_the_freedom_of_many(runs, most):
     assert difference.freedom == most
 
 
-def test_blocks_that_one_of_two_lacks_do_not_count():
+def test_blocks_that_one_lacks_do_not_count_and_with_hardly_any_the_means_do():
     random = RANDOM(0)
     one, other = dict(sample(random, 6)), dict(sample(random, 6))
     known = between({block: one[block] for block in range(1, 5)}, other)
     one[0] = 100.0
     del one[5], other[0]
     assert between(one, other) == pytest.approx(known)
-
-
-def test_two_that_hardly_ever_ran_in_the_same_block_are_compared_by_their_means():
-    """Of five blocks, because others failed: two in common are few, but enough where they are all."""
+    # Of five blocks, because others failed: two in common are few, but enough where they are all.
     random, earlier = RANDOM(7), Noise(Spread(0.01, 8), Spread(0.01, 8))
     rates = sample(random, 8)
     one, other = {block: rates[block] for block in range(5)}, {block: rates[block] for block in range(3, 8)}
@@ -148,15 +144,12 @@ def test_earlier_sweeps_judge_single_runs_and_those_alone():
         assert between(*pair, earlier=earlier) == between(*pair)
 
 
-def test_many_others_outweigh_a_pair_at_most_two_to_one():
+def test_others_and_a_prior_are_worth_no_more_than_their_limit():
     """Three runs that are alike by chance must not look like those of a quiet configuration."""
     random = RANDOM(2)
     one, other, *others = (sample(random, 3, own=own) for own in [""] * 40)
     freedoms = between(one, other, *others).freedom, Pool([one, *others]).mean_error(one)[1]
     assert all(2 + 3 < freedom < 2 + 2 * 2 for freedom in freedoms)
-
-
-def test_a_prior_is_never_worth_more_than_its_limit():
     for freedom in (1, 8, 1e9):
         prior = Spread(0.04 * freedom, freedom).as_prior()
         assert prior.deviation == pytest.approx(0.2)

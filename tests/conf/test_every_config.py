@@ -60,7 +60,6 @@ SHOWN = sorted({command for text in TEXTS for command in commands(text)})
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """A folder in which pictures could lie; nobody looks for them before a run begins."""
     folder = tmp_path_factory.mktemp("images")
     (folder / "train").mkdir()
     return folder
@@ -68,7 +67,6 @@ def images(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
-    """A folder of text, and a tokenizer."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "a.txt").write_text("some words")
     tiny_tokenizer.words(folder / "tokenizer.json", {"some": 1, "words": 2})
@@ -84,9 +82,10 @@ def spec(read: config.Config) -> run_spec.RunSpec:
     return run_spec.specify(read, world, shape.gpus_per_node)
 
 
-def test_the_groups_are_those_the_program_knows():
+def test_the_groups_and_the_commands_are_there():
     chosen = {path.parent.name for path in FILES} - {"experiment"}  # which is other groups' choices
     assert chosen == set(config.GROUPS) - {"train", "eval", "checkpoint", "profile", "sweep", "repeat"}
+    assert {"", "-m model=gpt_tiny parallel=ddp,pdp,fsdp"} <= set(SHOWN)
 
 
 @pytest.mark.parametrize("path", FILES, ids=identity)
@@ -124,10 +123,6 @@ def test_numbers_are_numbers():
     for options, rate, decay in (["optimizer=adamw"], 1e-3, 0.1), (["optimizer=sgd", "optimizer.lr=3e-4"], 3e-4, 1e-4):
         made = run_spec.specify(read(*options), None).training.optimizer(weight)
         assert (made.defaults["lr"], made.defaults["weight_decay"]) == (rate, decay)
-
-
-def test_there_are_commands_to_compose():
-    assert {"", "-m model=gpt_tiny parallel=ddp,pdp,fsdp"} <= set(SHOWN)
 
 
 @cases("command", SHOWN, daily=commands((ROOT / "README.md").read_text()))

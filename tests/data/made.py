@@ -14,14 +14,12 @@ from ptdbench.problems import ConfigError, Problem
 
 
 def problems_of(call: Callable[..., Any], **options: Any) -> list[Problem]:
-    """What a call is refused for."""
     with pytest.raises(ConfigError) as caught:
         call(**options)
     return list(caught.value.problems)
 
 
 def problem_of(call: Callable[..., Any], **options: Any) -> Problem:
-    """The one thing that a call is refused for."""
     (problem,) = problems_of(call, **options)
     return problem
 

@@ -43,28 +43,24 @@ def prepared(root, **options):
 
 
 def pixels(images):
-    """Back to bytes."""
     values = (images * STD + MEAN) * 255
     assert torch.allclose(values, values.round(), atol=1e-3)
     return values.round().to(torch.uint8)
 
 
 def names(folder):
-    """What lies in a folder, but not the checksums of the tests."""
     return {path.name for path in Path(folder).iterdir()} - {"small-cifar-10.json"}
 
 
 class TestSamples:
-    def test_samples_are_the_archives_images(self, root):
+    def test_samples_and_held_out_images_are_those_of_the_archive(self, root):
         images, labels = prepared(root, padding=0, flip=False).samples(0, 200)
         assert (images.shape, images.dtype, labels.dtype) == ((200, 3, 32, 32), torch.float32, torch.int64)
         red, green, blue = pixels(images).unbind(1)
         assert torch.equal(red, (10 * labels).to(torch.uint8).view(-1, 1, 1).expand(-1, 32, 32))
         assert sorted(blue[:, 0, 0].tolist()) == sorted([*range(40)] * 5)
         assert len(green.flatten(1).unique(dim=0)) == 200
-
-    def test_held_out_images_are_the_test_batch(self, root):
-        """The format has red row by row, then green, then blue."""
+        # The format has red row by row, then green, then blue.
         stored = pickle.loads(small_cifar10.batches(40, 20)["test_batch"])["data"]
         held_out = prepared(root).held_out
         images, labels = held_out.samples(0, 20)
@@ -73,13 +69,12 @@ class TestSamples:
         assert (pixels(images).numpy() == stored.reshape(20, 3, 32, 32)).all()
 
 
-class TestOptions:
-    @pytest.mark.parametrize("root", [None, "nowhere/at/all", __file__])
-    def test_without_a_folder_it_says_what_to_do(self, root):
-        problem = problem_of(Cifar10, seed=0, root=root)
-        assert (problem.option, problem.value) == ("root", root)
-        assert "data.root=FOLDER" in problem.remedy
-        assert "data.download=true" in problem.remedy
+@pytest.mark.parametrize("root", [None, "nowhere/at/all", __file__])
+def test_without_a_folder_it_says_what_to_do(root):
+    problem = problem_of(Cifar10, seed=0, root=root)
+    assert (problem.option, problem.value) == ("root", root)
+    assert "data.root=FOLDER" in problem.remedy
+    assert "data.download=true" in problem.remedy
 
 
 class TestPreparing:
@@ -173,7 +168,6 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """The address of a web server, and the folder that it shows."""
     monkeypatch.setenv("no_proxy", "*")
     folder = tmp_path / "web"
     folder.mkdir()
@@ -185,7 +179,6 @@ def server(tmp_path, monkeypatch):
 
 class TestDownload:
     def shown(self, tmp_path, server):
-        """A root whose archive is on the server only."""
         url, folder = server
         archive = small_cifar10.write(tmp_path / "new", url=f"{url}/{ARCHIVE}")
         shutil.move(archive, folder / ARCHIVE)

@@ -48,7 +48,6 @@ def made(name: str, folder: Path, seed: int) -> Data:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the sources read."""
     root = tmp_path_factory.mktemp("sources")
     small_cifar10.write(root / "cifar")
     (root / "texts").mkdir()
@@ -68,8 +67,6 @@ def name(request) -> str:
 
 @pytest.fixture
 def make(name, folder) -> Callable[..., Data]:
-    """Makes a source, prepared."""
-
     def prepared(seed: int = 3) -> Data:
         data = made(name, folder, seed)
         data.prepare()

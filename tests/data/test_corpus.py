@@ -106,15 +106,13 @@ class TestSplit:
             (tmp_path / f"{number}.txt").write_text("x")
         return tmp_path
 
-    def test_split_keeps_order_and_documents(self, many):
+    def test_split_keeps_order_and_a_larger_share_includes_a_smaller(self, many):
         training, held_out = map(names, split(files_at(many), 0.2))
         everything = names(Part(files_at(many)))
         assert len(everything) == 500
         assert sorted(training + held_out) == sorted(everything)
         assert training == [name for name in everything if name not in set(held_out)]
         assert 50 <= len(held_out) <= 150  # mean 100, standard deviation 9
-
-    def test_larger_share_includes_smaller(self, many):
         small, large = (set(names(split(files_at(many), share)[1])) for share in (0.1, 0.3))
         assert small < large
 

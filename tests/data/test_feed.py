@@ -117,8 +117,6 @@ def garbage_of_the_rank_is_not_collected_in_a_worker() -> None:
 
 
 class Broken(Largest):
-    """Cannot be read."""
-
     def samples(self, start: int, stop: int) -> Any:
         raise ValueError(f"cat.jpg is broken in {start}")
 
@@ -203,8 +201,6 @@ def test_samples_of_wrong_shape_are_refused(monkeypatch, samples, told):
 
 
 class TestForAGpu:
-    """Data without worker processes."""
-
     def test_thread_makes_and_pins_ahead(self, monkeypatch):
         cuda = Cuda(monkeypatch)
         feed = Feed(Reveals(seed=0), rows, torch.device("cuda", 1))

@@ -28,7 +28,6 @@ def images(root, **options):
 
 
 def transformed(paths, *transforms):
-    """What torchvision makes of files."""
     normalize = v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     transform = v2.Compose([*transforms, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), normalize])
     return torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths])
@@ -88,15 +87,13 @@ class TestSamples:
 
 
 class TestHeldOut:
-    def test_held_out_images_are_center_crops(self, collection):
+    def test_held_out_images_are_center_crops_of_a_folder_that_is_optional(self, collection, root):
         held_out = images(collection).held_out
         batch, labels = held_out.samples(0, len(held_out))
         assert labels.tolist() == [0, 0, 1, 1, 2, 2]
         paths = sorted((collection / "val").glob("*/*.png"))
         wanted = transformed(paths, v2.Resize(36), v2.CenterCrop(32))  # 32 * 256 / 224 is 36.6
         torch.testing.assert_close(batch, wanted, rtol=0, atol=1e-5)
-
-    def test_folder_is_optional_and_can_be_named(self, root):
         (root / "val").rename(root / "test")
         assert len(images(root, val="test").held_out) == 6
         data = images(root)

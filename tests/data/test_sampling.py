@@ -24,7 +24,6 @@ def test_large_numbers_wrap_without_a_warning():
 
 
 def orders(count, seed, number):
-    """What torch gives epoch by epoch."""
     sampler = DistributedSampler(list(range(count)), num_replicas=1, rank=0, shuffle=True, seed=seed)
     items = []
     for epoch in range(number):

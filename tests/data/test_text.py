@@ -72,13 +72,10 @@ def test_default_is_the_standard_library(cache):
     assert b"self." in words
 
 
-def test_the_cache_can_lie_elsewhere(file, cache, tmp_path):
+def test_cache_can_lie_elsewhere_under_ascii_names(file, cache, tmp_path):
     text(file, cache=str(tmp_path / "scratch" / "deep")).prepare()
     assert list((tmp_path / "scratch" / "deep").glob("book.txt-*.tokens"))
     assert not cache.exists()
-
-
-def test_cache_names_are_ascii(file, cache):
     text(file.rename(file.with_name("täxt =, " + "x" * 200))).prepare()
     (built,) = cache.glob("*.tokens")
     assert built.name.isascii()
@@ -89,24 +86,15 @@ def test_a_vocabulary_has_an_entry_for_each_byte():
     assert "256" in refused(vocabulary=255).rule
 
 
-def test_a_share_is_a_number_from_0_to_below_1():
+def test_what_cannot_be_read_or_divided_is_refused(file, tmp_path, cache):
     for share in (1, 1.0, -0.1, 2, float("nan"), True, False, "0.1", None):
         assert refused(held_out=share).option == "held_out"
-
-
-def test_missing_path_suggests_names(file):
     assert told(refused(missing := file.with_name("bok.txt"))) == ("path", missing, f"try {file}")
     assert told(refused(missing := file.parent / "no" / "such")) == ("path", missing, "")
-
-
-def test_empty_folder_or_unwritable_cache_is_refused(tmp_path, file, cache):
     (tmp_path / "empty").mkdir()
     assert refused(tmp_path / "empty").option == "path"
     assert refused(file, cache=str(file / "below a file")).option == "cache"
     assert not cache.exists()
-
-
-def test_short_text_is_refused(file, cache):
     file.write_bytes(b"abcd")
     for _ in range(2):  # also where its tokens are there
         assert told(refused(file, sequence_length=5)) == ("sequence_length", 5, "try a sequence_length of 4")
@@ -127,7 +115,7 @@ class TestTokenizer:
         file.write_text("one two three two")
         return file
 
-    def test_small_vocabulary_is_refused(self, tmp_path):
+    def test_small_vocabularies_are_refused_and_tokenizers_imported_on_demand(self, tmp_path):
         path = str(tiny_tokenizer.words(tmp_path / "t.json", {f"w{number}": number for number in range(1, 1000)}))
         problem = refused(vocabulary=999, tokenizer=path)
         assert told(problem) == ("vocabulary", 999, "try model.vocabulary=1024")
@@ -135,8 +123,6 @@ class TestTokenizer:
         for none in (0, None, 2.5):
             assert refused(vocabulary=none, tokenizer=path).option == "vocabulary"
         text(vocabulary=1000, tokenizer=path)
-
-    def test_tokenizers_are_imported_on_demand(self):
         program = "import sys, ptdbench.data.corpus; sys.exit(bool({'tokenizers', 'rich', 'torch'} & {*sys.modules}))"
         subprocess.run([sys.executable, "-c", program], timeout=240, check=True)
 

@@ -16,8 +16,6 @@ RHYME = "Ring-a-ring o' roses,\nA pocket full of pösies,\n\nA-tishoo! A-tishoo!
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A function that puts texts into files and lists them."""
-
     def put(*texts):
         folder = tmp_path / "corpus"
         folder.mkdir()

@@ -45,13 +45,10 @@ def test_master_addr_wins_and_ranks_of_one_node_meet_on_localhost(launcher):
     assert host(near, {}) == host(near, SLURM) == "localhost"
 
 
-def test_host_of_srun_is_the_steps_first_node_of_mpirun_the_jobs():
+def test_host_is_the_first_node_of_the_step_or_job_and_a_malformed_list_refused():
     assert host(FAR["srun"], SLURM) == "gpu08"
     helper = {"SLURM_STEP_NODELIST": "gpu09"}  # what the ranks of other nodes inherit
     assert [host(FAR[launcher], SLURM | helper) for launcher in MPI] == ["gpu07"] * 2
-
-
-def test_malformed_node_list_is_refused():
     assert refused(FAR["srun"], SLURM | {"SLURM_STEP_NODELIST": "gpu[9-8]"}) == (
         "SLURM_STEP_NODELIST=gpu[9-8]: the range 9-8 counts down; set MASTER_ADDR to the host of rank 0 for all ranks"
     )

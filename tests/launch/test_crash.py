@@ -55,7 +55,7 @@ def test_without_a_crash_nothing_is_left_and_later_stacks_go_to_stderr(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_exception_is_no_crash_and_keeps_other_reports(tmp_path):
+def test_exception_and_a_missing_file_are_no_crash(tmp_path):
     other = file(tmp_path).with_name("rank-1.json")
     other.parent.mkdir(parents=True)
     other.touch()
@@ -63,6 +63,9 @@ def test_exception_is_no_crash_and_keeps_other_reports(tmp_path):
     assert done.returncode == 1
     assert done.stderr.endswith("ValueError: bad input\n")
     assert list(other.parent.iterdir()) == [other]
+    assert crash.read("") is crash.read("some words\n") is None
+    half = "Fatal Python error: Segmentation fault\n\nCur"
+    assert crash.read(half) == crash.Crash("SIGSEGV", f"{half}\n", [])
 
 
 def test_crash_of_a_forked_worker_is_not_the_ranks(tmp_path):
@@ -112,9 +115,3 @@ def test_crashed_thread_is_told_from_the_others():
     found = crash.read(OF_THREADS.format(hit="Current thread", more=native))
     assert found.calls == calls
     assert "libc.so" in found.stack
-
-
-def test_truncated_crash_file_is_read_as_far_as_it_goes():
-    assert crash.read("") is crash.read("some words\n") is None
-    half = "Fatal Python error: Segmentation fault\n\nCur"
-    assert crash.read(half) == crash.Crash("SIGSEGV", f"{half}\n", [])

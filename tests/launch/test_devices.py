@@ -59,23 +59,19 @@ def test_ranks_without_a_gpu_of_their_own_are_named(monkeypatch, seen, options, 
 
 
 class TestLook:
-    def test_unusable_gpu_counts_as_none(self, monkeypatch):
+    def test_look_counts_usable_gpus_with_uuid_or_reason(self, monkeypatch):
+        seen = devices._look(WORLD)
+        assert seen.gpus == 0
+        assert seen.reason
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         broken = RuntimeError("CUDA error: unknown error. This could be a driver.\nmore")
         monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(side_effect=broken))
         seen = devices._look(WORLD)
         assert (seen.gpus, seen.reason) == (0, "CUDA error: unknown error")
-
-    def test_only_visible_gpu_has_its_uuid(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-7"))
         assert devices._look(WORLD).uuid == "GPU-7"
         assert devices._look(replace(WORLD, local_size=1)).uuid == ""
-
-    def test_missing_gpu_has_torchs_reason(self):
-        seen = devices._look(WORLD)
-        assert seen.gpus == 0
-        assert seen.reason
 
 
 @pytest.fixture

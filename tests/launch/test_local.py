@@ -29,14 +29,12 @@ pytestmark = pytest.mark.ranks
 
 
 def tell(environ: dict[str, str], folder: Path) -> None:
-    """In a rank: write down where it finds itself."""
     world = discover(os.environ)
     seen = {"rank": world.rank, "size": world.size, "mark": os.environ.get("MARK")}
     (folder / f"{world.rank}.json").write_text(json.dumps(seen))
 
 
 def fail_with(environ: dict[str, str], status: int) -> None:
-    """In a rank: rank 1 ends so, and rank 0 would sleep for an hour."""
     if os.environ["RANK"] == "1":
         os._exit(status)
     time.sleep(3600)
@@ -63,15 +61,12 @@ def test_ignored_sighup_stays_ignored(before):
         signal.signal(signal.SIGHUP, was)
 
 
-def test_temporary_folder_too_long_for_sockets_is_refused(monkeypatch, tmp_path):
+def test_missing_or_too_long_temporary_folder_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path / (100 * "x")))
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / (100 * "x")).mkdir()
     with pytest.raises(ConfigError, match=r"^TMPDIR=.*x: AF_UNIX path too long; set it to a folder "):
         local.check_sockets()
-
-
-def test_missing_temporary_folder_is_refused(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "file")])
@@ -182,7 +177,6 @@ class TestGrace:
 
 
 def carrying(mark: str) -> list[psutil.Process]:
-    """Living processes that inherited the mark."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -204,7 +198,6 @@ def test_killed_train_py_leaves_no_process(tmp_path):
 
 
 def server_pid() -> int:
-    """The fork server of this process."""
     return multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 
@@ -228,7 +221,6 @@ def test_ranks_end_with_their_fork_server_and_the_next_get_another(tmp_path):
 
 
 def wait_alone(environ: dict[str, str], folder: Path) -> None:
-    """In a rank: wait for a peer that never comes."""
     (folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     time.sleep(3600)
 

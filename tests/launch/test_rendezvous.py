@@ -73,7 +73,6 @@ def check_places(ranks: list[dict[str, str]], sizes: tuple[int, ...], host: str)
 
 @pytest.fixture
 def job() -> str:
-    """The id of a SLURM job that nobody has."""
     return str(uuid.uuid4().int)
 
 
@@ -116,24 +115,18 @@ class TestNotMet:
         assert all(error is None or isinstance(error, rendezvous.NotMet) for error in errors), errors
         return [str(error) for error in errors if error]
 
-    def test_taken_port_is_refused(self, job, taken):
+    def test_taken_port_unknown_host_and_silent_server_are_refused(self, job, taken):
         told = f"MASTER_PORT={taken}: rank 0 cannot listen on localhost:{taken}: the port is taken; set …"
         assert self.refused(srun(job, 0) | {"MASTER_PORT": taken}) == [Abridged(told)]
-
-    def test_unresolvable_host_is_refused(self, job):
         told = "MASTER_ADDR=nowhere.invalid: rank 1 cannot resolve this name: …; set MASTER_ADDR to a name or …"
         assert self.refused(srun(job, 1) | {"MASTER_ADDR": "nowhere.invalid"}) == [Abridged(told)]
-
-    def test_silent_server_at_the_port_is_refused(self, job, taken):
         told = f"MASTER_ADDR=localhost: no rank 0 answers at localhost:{taken} within 1 s; set MASTER_ADDR to …"
         assert self.refused(srun(job, 1) | {"MASTER_PORT": taken}) == [Abridged(told)]
 
-    def test_ranks_of_two_launches_do_not_meet(self, job):
+    def test_ranks_of_two_launches_and_surplus_ones_are_refused(self, job):
         here = {"MASTER_PORT": str(free_port())}
         told = Abridged(f"srun=localhost:{here['MASTER_PORT']}: 1 of 2 ranks arrived within 1 s; …")
         assert self.refused(srun(job, 0) | here, srun(f"{job}1", 1) | here) == [told] * 2
-
-    def test_surplus_rank_is_refused(self, job):
         here = {"MASTER_PORT": (port := str(free_port()))}
         told = f"MASTER_PORT={port}: more than 2 ranks came to localhost:{port}: another launch uses it …"
         assert self.refused(*(srun(job, rank) | here for rank in (0, 1, 1))) == [Abridged(told)]
@@ -242,14 +235,12 @@ def in_each(present, size, ask):
         )
 
 
-def test_absent_rank_has_the_value_of_the_last_present_one():
+def test_present_ranks_answer_for_absent_ones():
     assert (
         in_each([1, 4], 6, lambda collectives, rank: collectives.gather(f"r{rank}"))
         == [["r1", "r1", "r1", "r1", "r4", "r4"]] * 2
     )
 
-
-def test_reductions_are_over_present_ranks():
     def ask(collectives, rank):
         numbers = torch.tensor([float(rank), -1.0])
         collectives.barrier()

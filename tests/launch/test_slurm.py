@@ -52,13 +52,11 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 def script(**flags: object) -> str:
-    """A script that does nothing, with these flags."""
     lines = "".join(f"#SBATCH {word}\n" for word in commands.options(flags))  # type: ignore[arg-type]
     return f"#!/bin/sh\n{lines}true\n"
 
 
 def when(job: str, reached: Callable[[JobState], bool]) -> JobState:
-    """The state of a job once it is as it should become."""
     return until(lambda: (state := commands.queue([job])[job]) and reached(state) and state, 60)
 
 
@@ -92,8 +90,6 @@ def test_missing_command_is_named(tmp_path, monkeypatch):
 
 
 class TestOtherClusters:
-    """Output of clusters that the test cluster is not, in the format of the real commands."""
-
     def test_partition_sums_its_kinds_of_nodes(self, fake):
         lines = (
             "batch*|2-00:00:00|14|96|(null)",
@@ -110,13 +106,11 @@ class TestOtherClusters:
             Partition("empty", False, 0, 60, (), 0),
         ]
 
-    def test_hanging_command_is_quoted(self, fake, monkeypatch):
+    def test_commands_that_hang_or_cannot_start_are_told(self, fake, monkeypatch, tmp_path):
         monkeypatch.setattr(commands, "PATIENCE", 2)
         fake("sinfo", "echo 'sinfo: error: Unable to contact slurm controller' >&2; exec sleep 600")
         with pytest.raises(SlurmError, match=r"^sinfo did not answer in 2 s\nUnable to contact slurm controller$"):
             commands.partitions()
-
-    def test_unstartable_command_is_named(self, fake, tmp_path):
         fake("sinfo", "")
         (tmp_path / "bin" / "sinfo").chmod(0o644)
         with pytest.raises(SlurmError, match=r"^sinfo cannot be started: Permission denied$"):
@@ -129,8 +123,6 @@ class TestOtherClusters:
 
 
 class TestHistory:
-    """Jobs that squeue has forgotten."""
-
     @pytest.fixture(autouse=True)
     def _forgetful(self, fake):
         commands._keeps_accounts.cache_clear()
@@ -164,6 +156,12 @@ class TestHistory:
     def test_without_sacct_ended_jobs_are_absent(self):
         assert commands.queue(["9"]) == {}
 
+    def test_disabled_sacct_is_asked_once(self, fake, tmp_path):
+        fake("sacct", f"echo x >> {tmp_path}/asked; echo 'Slurm accounting storage is disabled' >&2; exit 1")
+        for _ in range(3):
+            assert commands.queue(["9"]) == {}
+        assert (tmp_path / "asked").read_text() == "x\n"
+
     def test_elements_that_never_began_have_their_arrays_name(self, fake):
         elements = [f"7_[{listed}]|CANCELLED by 0|00:00:00|None assigned|None|mine" for listed in ("1-2", "4,6,...")]
         fake("sacct", "; ".join(f"echo '{line}'" for line in elements))
@@ -178,12 +176,6 @@ class TestHistory:
         fake("scancel", f"echo $* > {tmp_path}/canceled")
         assert commands.cancel_named(["mine"]) == ["7"]
         assert (tmp_path / "canceled").read_text() == "--quiet 7\n"
-
-    def test_disabled_sacct_is_asked_once(self, fake, tmp_path):
-        fake("sacct", f"echo x >> {tmp_path}/asked; echo 'Slurm accounting storage is disabled' >&2; exit 1")
-        for _ in range(3):
-            assert commands.queue(["9"]) == {}
-        assert (tmp_path / "asked").read_text() == "x\n"
 
 
 class TestRealSlurm:
@@ -287,8 +279,6 @@ def test_job_id_is_found_after_a_sites_messages(fake, said):
 
 
 class TestJobSteps:
-    """Steps of a job, with a shell in the place of srun."""
-
     def test_step_gets_the_directory_and_returns_its_status(self, tmp_path):
         assert JobSteps(WORLD, 0, ["sh", "-c", 'echo found > "$0/word"; exit 3']).start(tmp_path) == 3
         assert (tmp_path / "word").read_text() == "found\n"

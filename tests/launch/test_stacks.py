@@ -21,19 +21,16 @@ def test_torch_code_waits_and_user_code_has_its_line():
     assert (str(own), own.waits) == (f"square (test_stacks.py:{frames[1].f_lineno})", False)
 
 
-def test_exchange_of_experts_counts_as_waiting():
+def test_exchanges_wait_and_decorators_are_skipped():
     """By asking the GPU, which no Python of torch's does."""
     code = {"here": sys._getframe}
     exec(compile("def dispatch(): return here()", experts.__file__, "exec"), code)
     place = stacks.place(code["dispatch"]())
     assert (str(place), place.waits) == ("dispatch", True)
-
-
-def test_torch_decorators_are_skipped():
     frames = []
     torch.no_grad()(lambda: frames.append(sys._getframe(1)))()
     assert frames[0].f_code.co_filename.endswith("_contextlib.py")
-    assert stacks.place(frames[0]).function == "test_torch_decorators_are_skipped"
+    assert stacks.place(frames[0]).function == "test_exchanges_wait_and_decorators_are_skipped"
 
 
 def test_stacks_file_has_all_threads_twice(tmp_path):

@@ -129,7 +129,6 @@ def without_collectives(
 
 
 def misbehave(how: str) -> None:
-    """Hold the others up."""
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     while how == "spin":
@@ -151,7 +150,6 @@ def ended(folder: Path, how: str, culprit: int, server: tuple[str, int] | None =
 
 
 def stacks(folder: Path) -> dict[int, str]:
-    """The stacks that the ranks left."""
     files = sorted(folder.glob("stacks-rank-*.txt"))
     return {int(path.stem.rpartition("-")[2]): path.read_text() for path in files}
 

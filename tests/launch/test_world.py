@@ -50,10 +50,6 @@ ALL = {
 refused = partial(refusal_of, discover)
 
 
-def test_every_launcher_has_an_example():
-    assert list(ALL) == list(LAUNCHERS)
-
-
 def of_task(rank: int, node: int, local_rank: int) -> dict[str, str]:
     return SRUN | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local_rank)}
 
@@ -148,14 +144,12 @@ def test_contradictory_variables_are_quoted(contradiction):
     assert all(f"{name}={value}" in message for name, value in (TORCHRUN | contradiction).items())
 
 
-def test_refusal_lists_every_launchers_variables():
+def test_refusals_name_variables_of_launchers_and_ranks_set_by_hand():
+    assert list(ALL) == list(LAUNCHERS)  # each has an example
     lines = refused(OPEN_MPI | SRUN | {"OMPI_COMM_WORLD_SIZE": "2"}).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["openmpi:", "srun:"]
     assert "OMPI_COMM_WORLD_SIZE=2" in lines[1]
     assert "SLURM_STEP_TASKS_PER_NODE=2(x3),1" in lines[2]
-
-
-def test_rank_set_by_hand_is_refused():
     names = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"
     told = f"RANK=1: with WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 …; unset {names} if …, or start … torchrun"
     assert refused(BY_HAND) == Abridged(told)

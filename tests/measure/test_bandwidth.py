@@ -34,31 +34,25 @@ def test_bus_bandwidth_of_worked_examples(op):
 SIZES = [8 * 4**power for power in range(13)]
 
 
-def test_a_line_is_found_exactly():
+def test_a_line_is_found_exactly_and_small_messages_count_as_much():
     line = fit(SIZES, [2e-5 + 3e-10 * size for size in SIZES])
     assert (line.alpha, line.beta) == (pytest.approx(2e-5), pytest.approx(3e-10))
     assert line.max_relative_error < 1e-9
     assert line.r2 == pytest.approx(1)
     assert line.points == 13
-
-
-def test_small_messages_count_as_much_as_large_ones():
-    """The largest message is 10 % off; without weights its error alone would move alpha by far more than alpha."""
+    # The largest message is 10 % off; without weights its error alone would move alpha by far more than alpha.
     times = [2e-5 + 3e-10 * size for size in SIZES]
     times[-1] *= 1.1
     assert fit(SIZES, times).alpha == pytest.approx(2e-5, rel=0.05)
 
 
-def test_standard_errors_tell_how_far_the_line_may_be_off():
+def test_standard_errors_and_what_is_no_line_show():
     """Over many draws of 2 % noise, estimates scatter as widely as their standard errors say."""
     draw = random.Random(1)
     lines = [fit(SIZES, [(2e-5 + 3e-10 * size) * draw.gauss(1, 0.02) for size in SIZES]) for _ in range(400)]
     for name in ("alpha", "beta"):
         scatter = statistics.stdev(getattr(line, name) for line in lines)
         assert statistics.fmean(getattr(line, f"{name}_error") for line in lines) == pytest.approx(scatter, rel=0.2)
-
-
-def test_what_is_not_a_line_shows_and_equal_times_have_no_variance_to_explain():
     line = fit([1, 1000, 1_000_000], [1e-5, 1e-3, 1.1e-5])
     assert line.max_relative_error > 0.3
     assert line.r2 < 0.9

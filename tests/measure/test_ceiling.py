@@ -68,14 +68,12 @@ QUIET = OtherLoad("n1", 8, 0.0, [], on_gpu=True)
 
 
 class TestCeilings:
-    def test_ceiling_is_the_best_shape_by_the_ranks_median(self):
+    def test_ceilings_are_of_the_best_shape_by_the_median_and_of_each_device(self):
         ranks = [rank(0, {"a": 7e14, "b": 6e14}), rank(1, {"a": 3e14, "b": 5e14}), rank(2, {"a": 4e14, "b": 5.5e14})]
         (best,) = ceiling._ceilings(ranks, [QUIET])
         assert (best.shape, best.flops_per_second, best.ranks) == ("b", 5.5e14, 3)
         assert best.share_of_peak == pytest.approx(550 / 989.4)  # an H200's dense bf16 peak
         assert best.peak_reason is None
-
-    def test_different_devices_have_their_own_ceilings(self):
         ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
         one, other = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[1])])
         assert (one.flops_per_second, other.flops_per_second) == (7e14, 3e14)

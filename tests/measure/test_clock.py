@@ -53,7 +53,6 @@ class Count:
 
 @pytest.fixture
 def device(monkeypatch) -> clock.Clock:
-    """A clock of a GPU that a test moves."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(clock, "DeviceCount", Count)
     Event.device_now, Event.reached = 0.0, 0.0

@@ -124,7 +124,7 @@ def spin(seconds, done, leave):
     leave.wait()
 
 
-def test_the_time_of_workers_is_ones_own():
+def test_workers_are_ones_own_and_a_gpu_with_more_processes_is_shared():
     before, done, leave = contention._cpu_seconds(), multiprocessing.Event(), multiprocessing.Event()
     worker = multiprocessing.Process(target=spin, args=(0.3, done, leave), daemon=True)
     worker.start()
@@ -132,9 +132,6 @@ def test_the_time_of_workers_is_ones_own():
     assert contention._cpu_seconds() - before > 0.25
     leave.set()
     worker.join()
-
-
-def test_a_gpu_with_more_processes_than_ranks_is_shared():
     spent = Spent(1.0, 0.5, {0: 1.0}, [0])
     told = [("n1", spent, "GPU-a", 1), ("n1", spent, "GPU-b", 2), ("n2", spent, "GPU-c", 2), ("n2", spent, "GPU-c", 2)]
     assert contention._of_node("n1", told, on_gpu=True).gpu_ranks == [1]

@@ -28,14 +28,11 @@ def test_slow_is_what_is_below_the_median_of_its_peers(rates, expected):
     assert diagnosis.slow(rates, dict.fromkeys(rates, "all"), 0.05) == pytest.approx(expected)
 
 
-def test_only_peers_count_and_the_tolerance_is_the_callers():
+def test_only_peers_count_and_of_all_attempts_the_best():
     rates = {"a": 900.0, "b": 890.0, "c": 20.0, "d": 10.0}
     peers = {"a": "near", "b": "near", "c": "far", "d": "far"}
     assert diagnosis.slow(rates, peers, 0.05) == {"d": pytest.approx(0.5)}
     assert diagnosis.slow(rates, peers, 0.6) == {}
-
-
-def test_the_best_of_all_attempts_counts():
     assert diagnosis.best_of([{0: 5.0, 1: 9.0}, {0: 7.0, 1: 8.0}, {0: 6.0}]) == {0: 7.0, 1: 9.0}
 
 
@@ -49,15 +46,12 @@ def test_slow_ones_are_named_with_their_share_and_marked_if_other_load_may_have_
     assert [other.beside_load for other in others] == [True, True]
 
 
-def test_the_verdict():
+def test_the_verdict_and_versions_that_differ():
     """Busy is what other load may have caused, and nothing else."""
     slow = Finding("slow rank", [1], "slow", beside_load=True)
     shared = [*diagnosis.gpu_troubles(0, replace(GPU, processes=2), 1, [0])]
     findings = ([], [slow, slow], [slow, Finding("versions", [1], "")], shared)
     assert [diagnosis.verdict(one) for one in findings] == ["sound", "busy", "unsound", "busy"]
-
-
-def test_versions_that_differ_are_named_with_their_ranks():
     same = {"torch": "2.15.0", "python": "3.11.7", "driver": "550.54", "host": "n1"}
     (finding,) = diagnosis.different_versions([same, {**same, "host": "n2"}, {**same, "driver": None, "host": "n3"}])
     assert finding == Finding("versions", [2], "driver differs: 550.54 on ranks 0, 1, None on rank 2")

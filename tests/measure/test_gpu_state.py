@@ -61,14 +61,11 @@ def test_links_are_named_as_nvidia_smi_names_them():
     assert seen.link(seen.gpus[2], replace(seen.gpus[1], uuid="GPU-of-another-node")) is None
 
 
-def test_nvml_is_shut_down_whatever_happens():
+def test_nvml_is_shut_down_and_a_node_without_it_says_so(monkeypatch):
     whole, broken = made(), made(nvmlDeviceGetCount=lambda: 1 / 0)
     assert gpu_state.inspect(whole).reason is None
     assert gpu_state.inspect(broken).reason == "NVML does not answer: division by zero"
     assert whole.calls == broken.calls == ["init", "shutdown"]
-
-
-def test_a_node_without_a_driver_or_the_package_says_so(monkeypatch):
     nvml = made(nvmlInit=mock.Mock(side_effect=RuntimeError("NVML Shared Library Not Found")))
     assert gpu_state.inspect(nvml) == gpu_state.Gpus(reason="NVML does not answer: NVML Shared Library Not Found")
     monkeypatch.setitem(sys.modules, "pynvml", None)

@@ -15,7 +15,6 @@ ALL = pytest.mark.parametrize(("dtype", "reduction"), list(itertools.product(DTY
 
 
 def contributions(ranks, count, dtype, reduction):
-    """What each rank gives, and what must come of it."""
     of = [GroupRank(None, range(ranks), rank, CPU, DTYPES[dtype], REDUCTIONS[reduction]) for rank in range(ranks)]
     return [rank.contributed(count) for rank in of], of[0].reduced(count)
 

@@ -29,14 +29,11 @@ def test_malformed_shape_is_refused(text):
         ProductShape.of(text)
 
 
-def test_flops_and_bytes_by_hand():
+def test_flops_bytes_and_rates_by_hand():
     shape = ProductShape(2, 3, 5)
     assert shape.flops == 2 * 30  # thirty multiplications and as many additions
     assert (shape.bytes("fp32"), shape.bytes("bf16")) == (4 * (10 + 15 + 6), 2 * (10 + 15 + 6))
     assert str(shape) == "2x3x5"
-
-
-def test_rates_by_hand():
     # 12 in 1, 2 and 6 s: 36 in 9 s; the median takes 2 s, the fastest 1 s.
     assert products.rates(12, [1.0, 2.0, 6.0]) == (3, 4.0, 6.0, 12.0)
 

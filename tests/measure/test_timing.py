@@ -28,16 +28,13 @@ def test_repetitions_fill_the_time_within_bounds():
     assert (effort.affords(0.2), effort.affords(0.21)) == (True, False)
 
 
-def test_required_memory_is_a_share_of_the_free_memory(monkeypatch):
+def test_memory_that_is_required_is_a_share_of_the_free_and_the_cached(monkeypatch):
     monkeypatch.setattr(timing, "host_memory", lambda: HostMemory(100, 60))
     monkeypatch.setattr(timing, "gather", lambda told: [told])
     timing.require_memory(CPU, 2, 30, "workload.shapes", "512")
     with pytest.raises(ConfigError, match="but rank 0 has"):
         timing.require_memory(CPU, 2, 31, "workload.shapes", "512")
-
-
-def test_cached_gpu_memory_counts_as_free(monkeypatch):
-    """As after a run, whose ceiling is measured again."""
+    # As after a run, whose ceiling is measured again.
     free = [10]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[-1], 100))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(90))
@@ -52,16 +49,13 @@ def alone(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda values, op, group: None)
 
 
-def test_steps_are_interleaved(alone):
+def test_steps_are_interleaved_unless_unaffordable(alone):
     calls = []
     effort = Effort(seconds=1e-12, min_repetitions=2, max_repetitions=9, warmup=3, max_seconds=1e9)
     a, idle, b = timing.repeat_in_turns([lambda: calls.append("a"), None, lambda: calls.append("b")], CPU, effort)
     assert "".join(calls) == "ab" * (3 + 2)
     assert (len(a), idle, len(b)) == (2, [0.0, 0.0], 2)
     assert all(second > 0 for second in (*a, *b))
-
-
-def test_unaffordable_step_is_not_timed(alone):
     calls = []
     assert timing.repeat(lambda: calls.append(1), CPU, Effort(warmup=2, max_seconds=1e-12)) == []
     assert len(calls) == 2

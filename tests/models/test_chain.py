@@ -116,15 +116,11 @@ def head_on_stem(self, inputs):
 
 
 class BlocksOnWeights(Net):
-    """Its blocks get a weight of the first of them."""
-
     def beside(self, number, first):
         return {"scale": self.blocks[0].norm.weight}
 
 
 class Again(Net):
-    """Its first block runs a second time."""
-
     def __init__(self):
         super().__init__()
         self.blocks.append(self.blocks[0])
@@ -159,8 +155,6 @@ class Named(nn.Sequential):
 
 
 class OfItsOwn(Named):
-    """One that does more than to call its members."""
-
     def forward(self, x):
         return super().forward(x) + 1
 
@@ -210,8 +204,6 @@ def test_each_piece_runs_where_its_weights_are(number):
 
 
 class Remembers(Net):
-    """Makes a table when it is first called, and so do its blocks."""
-
     def __init__(self):
         super().__init__()
         self.scale = None
@@ -292,8 +284,6 @@ def test_repeated_weights_are_no_chain():
 
 
 class Heads(nn.Module):
-    """A block whose heads are more than there are blocks."""
-
     def __init__(self, width=WIDTH):
         super().__init__()
         self.heads = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8))
@@ -303,24 +293,19 @@ class TestRepeated:
     def names(self, module):
         return list(chain.repeated(module))
 
-    def test_longest_list_of_one_class(self):
+    def test_the_longest_lists_of_one_class_are_the_blocks(self):
         assert self.names(Net()) == ["blocks.0", "blocks.1", "blocks.2"]
         assert self.names(sequential()) == []
         assert self.names(nn.ModuleList(nn.Linear(2, 2) for _ in range(3))) == []  # single layers are no blocks
-
-    def test_shorter_lists_of_the_class_count(self):
         from torchvision.models import resnet18
 
         assert self.names(resnet18()) == [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
 
-    def test_lists_within_blocks_are_ignored(self):
+    def test_lists_within_blocks_are_not_listed_and_stages_of_growing_width_none(self):
         assert self.names(nn.ModuleList(Heads() for _ in range(4))) == ["0", "1", "2", "3"]
-
-    def test_stages_of_growing_width_are_none(self):
         stages = nn.ModuleList(Heads(width) for width in (2, 4))
         assert self.names(stages) == [f"{stage}.heads.{block}" for stage in (0, 1) for block in range(8)]
 
-    def test_blocks_in_blocks_are_not_listed_twice(self):
         class Outer(nn.Module):
             def __init__(self):
                 super().__init__()

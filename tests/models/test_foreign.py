@@ -51,16 +51,12 @@ def returns_row(self, x, targets=None):
 
 
 class WithBoth(Plain):
-    """As nanoGPT."""
-
     def forward(self, x, targets=None):
         outputs = super().forward(x)
         return outputs, None if targets is None else F.cross_entropy(outputs, targets, label_smoothing=0.1)
 
 
 class Talkative(TakesTargets):
-    """Says everything but ``train_flops``."""
-
     def parts(self):
         return {f"layers.{i}": layer for i, layer in enumerate(self.layers)}
 
@@ -250,7 +246,6 @@ def test_two_sided_window_counts_its_pairs(window, seen):
 
 
 def grouped(self, x):
-    """Three experts in one product, in bf16."""
     x, ends = F.pad(Plain.forward(self, x), (0, 4)).bfloat16(), torch.arange(3, dtype=torch.int32, device=x.device)
     return F.grouped_mm(x, self.experts.bfloat16(), offs=ends).float()
 
@@ -299,15 +294,11 @@ class Mixes(Plain):
 
 
 class Says(Mixes):
-    """Says what of it is causal."""
-
     def masked_flops(self):
         return 7.0
 
 
 class Counts(Plain):
-    """Has FLOPs of its own."""
-
     def train_flops(self):
         return {"layers.0": 1.0}
 

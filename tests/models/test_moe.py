@@ -87,7 +87,6 @@ def test_take_equals_indexing(numbers):
 
 
 def router(capacity=None, tokens=40, **options):
-    """A router with random weights, and what it says of some tokens."""
     torch.manual_seed(3)
     routing = Router(8, 4, 2, capacity, RouterOptions(**options))
     nn.init.normal_(routing.weight)

@@ -44,16 +44,15 @@ def test_initial_values_equal_torchvisions():
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-class TestSmallStem:
-    def test_the_first_blocks_see_every_pixel(self):
-        model = small_resnet(classes=10, image_size=8, stem="small")
-        sizes = []
-        for layer in model.layers():
-            layer.register_forward_hook(lambda _, __, outputs: sizes.append(outputs.shape[-1]))
-        assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
-        assert sizes == [8, 4, 2, 1]
-        with pytest.raises(ConfigError, match="image_size=8"):
-            small_resnet(image_size=8)
+def test_the_first_blocks_see_every_pixel():
+    model = small_resnet(classes=10, image_size=8, stem="small")
+    sizes = []
+    for layer in model.layers():
+        layer.register_forward_hook(lambda _, __, outputs: sizes.append(outputs.shape[-1]))
+    assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
+    assert sizes == [8, 4, 2, 1]
+    with pytest.raises(ConfigError, match="image_size=8"):
+        small_resnet(image_size=8)
 
 
 def test_label_smoothing_in_training_only():

@@ -109,8 +109,6 @@ def test_replay_uses_the_former_state(module):
 
 
 class Insists(nn.Module):
-    """Keeps its norm in eval mode by overriding ``train``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(2)

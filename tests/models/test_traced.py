@@ -28,7 +28,6 @@ class Plain(nn.Module):
 
 
 def plain(forward, **parts):
-    """Another of such layers, called otherwise."""
     return lambda: assembled(forward, Plain, **parts)
 
 

@@ -4,8 +4,6 @@ from torch import nn
 
 
 class Plain(nn.Module):
-    """Says nothing about itself."""
-
     def __init__(self, width=16):
         super().__init__()
         self.net = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(width * 64, 5))

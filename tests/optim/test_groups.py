@@ -30,19 +30,17 @@ class TestRules:
         ]
         assert of_name["head.norm.weight"] == of_name["blocks.0.mlp.up.bias"] == "vectors"
 
-    def test_of_convolutions(self):
+    def test_of_convolutions_and_models_without_known_names(self):
         of_name = by_name(ResNet(depth=18, classes=10))
         assert {of_name[name] for name in of_name if name.endswith("bias")} == {"vectors"}
         assert set(of_name.values()) == {"kernels", "head", "vectors"}
-
-    def test_of_a_model_without_known_names(self):
         model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2), nn.Softmax(-1))
         of_name = by_name(model)
         assert [of_name[f"{number}.weight"] for number in range(4)] == ["embeddings", "matrices", "vectors", "head"]
 
 
 class TestGroups:
-    def test_frozen_weights_and_empty_groups_are_omitted(self):
+    def test_copies_share_a_rule_and_frozen_weights_and_empty_groups_are_omitted(self):
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         model[0].weight.requires_grad = False
         model[1].requires_grad_(False)
@@ -50,8 +48,6 @@ class TestGroups:
         assert [(group["rule"], group["params"], group["weight_decay"]) for group in groups] == [
             ("vectors", [model[0].bias], 0.0)
         ]
-
-    def test_copies_of_a_tied_weight_share_a_rule(self):
         model = GPT(layers=1, heads=1, width=4, sequence_length=3, vocabulary=5)
         make = in_groups(torch.optim.SGD, model, [])
         copy = nn.Parameter(torch.zeros(5, 4))

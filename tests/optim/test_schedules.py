@@ -11,7 +11,6 @@ STEPS = 40
 
 
 def rates_of(make) -> list[float]:
-    """Rates of torch's scheduler over the steps, for an ``lr`` of 1."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = make(optimizer)
     rates = []
@@ -26,18 +25,12 @@ def factors(schedule, steps: int = STEPS) -> list[float]:
     return [schedule.factor(step, steps) for step in range(steps)]
 
 
-def test_constant_is_one_after_warm_up():
+def test_constant_and_cosine_are_torchs_also_after_a_warm_up():
     assert factors(Constant()) == [1.0] * STEPS
     assert factors(Constant(warmup_steps=4))[:6] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_cosine_is_torchs_and_stays_at_its_end():
     expected = rates_of(lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=STEPS - 1, eta_min=0.1))
     assert factors(Cosine(final=0.1)) == pytest.approx(expected)
     assert Cosine(final=0.2).factor(100, 10) == pytest.approx(0.2)
-
-
-def test_cosine_after_a_warm_up():
     rates = factors(Cosine(warmup_steps=10, final=0.0))
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10:] == factors(Cosine(final=0.0), STEPS - 10)

@@ -8,7 +8,6 @@ import torch
 
 @pytest.fixture
 def compiler() -> Iterator[None]:
-    """The compiler, as it was when the test has ended."""
     with torch._dynamo.config.patch({}):
         yield
     torch.compiler.reset()

@@ -14,12 +14,10 @@ Faults = Mapping[str, tuple[Any, ...]]
 
 
 def of(owner: Any, name: str, wrong: Any) -> Inject:
-    """Another attribute."""
     return lambda: patch.object(owner, name, wrong)
 
 
 def after(owner: Any, name: str, spoil: Callable[[Any], Any]) -> Inject:
-    """Another result of a function."""
     original = getattr(owner, name)
     return of(owner, name, lambda *arguments, **options: spoil(original(*arguments, **options)))
 

@@ -28,8 +28,6 @@ FRUGAL = [Recompute(), Recompute(every=2), Selective(), Offload()]
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counter[str]()

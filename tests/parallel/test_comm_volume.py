@@ -196,7 +196,6 @@ def of_case(name: str) -> Seen:
 
 
 def held(engine: Engine, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """The memory of a rank's training state."""
     weights = list(engine.module.parameters())
     copies = [copy for part in engine.parts if part.copies for copy in part.copies.tensors]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
@@ -245,6 +244,7 @@ def test_sent_bytes_equal_the_formula(of_ranks, name):
     assert all(low < sent[operation] < high for operation, (low, high) in between.items())
     unknown |= between.keys()
     assert sent == by_formula | {operation: sent[operation] for operation in unknown}
+    assert [of_rank[name].warned for of_rank in of_ranks] == [[]] * 4
 
 
 @pytest.mark.ranks
@@ -260,12 +260,6 @@ def test_held_bytes_equal_the_footprint(of_ranks, name):
     # The last shards of a weight are padded, and their state is not; and one of several owners has the most.
     is_divided = strategy.shards(dims) or strategy.optimizer == "zero1"
     assert all(any(same) if is_divided else all(same) for same in of_stages.values())
-
-
-@pytest.mark.ranks
-@over_cases
-def test_users_are_not_warned(of_ranks, name):
-    assert [of_rank[name].warned for of_rank in of_ranks] == [[]] * 4
 
 
 def test_what_an_own_router_sends_is_unknown():

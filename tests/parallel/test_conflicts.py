@@ -206,22 +206,16 @@ def test_other_options_accepted(options, name, value):
     strategy.check_option(name, value, layout_of(strategy, strategy.ranks(4), 16))
 
 
-def test_older_torch_cannot_split_backward(monkeypatch):
+def test_what_this_torch_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.1+cpu"))
     rule = "needs torch 2.15 or newer (installed: 2.14.1+cpu); try interleaved1f1b, looped_bfs"
     Strategy(**PDP, schedule="looped_bfs")
     assert refused(lambda: Strategy(**PDP, schedule="zbv")) == f"schedule=zbv: {rule}"
-
-
-def test_older_torch_lacks_setters(monkeypatch):
     for setter in SETTERS.values():
         monkeypatch.delattr(FSDPModule, setter, raising=False)
     Strategy(**FSDP, reduce_scatter_buffers=1)
     refusal = f"reduce_scatter_buffers=2: needs FSDPModule.…, missing from torch {torch.__version__}; try 1"
     assert refused(lambda: Strategy(**FSDP, reduce_scatter_buffers=2)) == Abridged(refusal)
-
-
-def test_torch_without_ring_refuses_it(monkeypatch):
     monkeypatch.setattr(ring, "_NEEDED", ("no_such_function",))
     refusal = f"context_method=ring: needs …no_such_function, missing from torch {torch.__version__}; try ulysses"
     assert refused(lambda: Strategy(context=2, context_method="ring")) == Abridged(refusal)

@@ -9,7 +9,7 @@ from ptdbench.parallel.ddp import bucket_size
 from ptdbench.parallel.strategy import Strategy
 from tests.models.assembled import assembled
 from tests.parallel.made import gpt, laid_out, refused, unscaled
-from tests.parallel.ranks import on_ranks, pretended
+from tests.parallel.ranks import each, on_ranks, pretended
 from tests.parallel.ten_steps import by_engine
 from tests.refusals import Abridged
 
@@ -19,13 +19,7 @@ def test_bucket_size_is_bounded(millions, mebibytes):
     with torch.device("meta"):
         model = nn.Linear(1000, millions * 1000, bias=False)
     assert bucket_size(model) == pytest.approx(mebibytes, abs=0.1)
-
-
-def test_what_is_not_trained_is_in_no_bucket():
-    with torch.device("meta"):
-        model = nn.Linear(1000, 10**6)
-    model.requires_grad_(False)
-    assert bucket_size(model) == 25
+    assert bucket_size(model.requires_grad_(False)) == 25  # what is not trained is in no bucket
 
 
 def test_weight_without_gradient_is_named():
@@ -67,9 +61,8 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW((weight for _, weight in named), lr=0.1, weight_decay=0.1)
 
 
-def weights_of(micro_batch: int, options: dict[str, Any]) -> dict[str, Tensor]:
-    """In a rank: the weights after these steps."""
-    strategy = Strategy(replicate="auto", static_graph="find_unused", **options)
+def weights_of(micro_batch: int, *options: tuple[str, Any]) -> dict[str, Tensor]:
+    strategy = Strategy(replicate="auto", static_graph="find_unused", **dict(options))
     engine, layout, replica = laid_out(strategy, branched(), 4, micro_batch)
     optimizer = engine.optimizer(adamw)
     for step in range(len(CHOSEN)):
@@ -89,15 +82,11 @@ def test_find_unused_trains_as_one_rank():
         optimizer.step()
         optimizer.zero_grad()
     expected = dict(model.named_parameters())
-    cases = [(2, {}), (1, {}), (2, {"optimizer": "zero1"}), (1, {"gradient_as_bucket_view": False})]
-    for of_rank in on_ranks(2, weights_in, cases):
-        for weights in of_rank:
+    cases = [(2,), (1,), (2, ("optimizer", "zero1")), (1, ("gradient_as_bucket_view", False))]
+    for of_rank in on_ranks(2, each, weights_of, cases):
+        for weights in of_rank.values():
             for name, weight in weights.items():
                 torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-5, atol=1e-6)
-
-
-def weights_in(cases: Any) -> list[dict[str, Tensor]]:
-    return [weights_of(*case) for case in cases]
 
 
 @pytest.mark.parametrize("steps", [(0, 2), (2, 0, 0)], ids=["used later", "used first"])

@@ -99,13 +99,10 @@ def test_regrouping_degree_takes_no_ranks(asked, derived):
     assert (dims.expert, dims.shard, dims.world_size, dims.batch) == (derived, 2, 8, 4)
 
 
-def test_regrouping_degree_must_divide():
+def test_regrouping_degrees_divide_neighbors():
     assert refused(lambda: with_two_more(12, replicate=2, shard=3, tensor=2, expert=4)) == (
         "expert=4: must divide shard(3) x context(1) x tensor(2) = 6, the ranks that it regroups; try 1, 2, 3, 6"
     )
-
-
-def test_regrouped_dimensions_are_neighbors():
     rows, order = WithTwoMore.rows(), WithTwoMore.order()
     for row in rows.values():
         places = sorted(order.index(name) for name in row.regroups)

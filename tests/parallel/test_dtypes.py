@@ -110,7 +110,6 @@ def step_of(name: str, precision: Any, kind: str) -> dict[str, Any]:
 
 
 def recorded(patch: pytest.MonkeyPatch) -> set[torch.dtype]:
-    """The dtypes of messages between stages."""
     seen: set[torch.dtype] = set()
     real = dist.P2POp.__init__
 

@@ -64,7 +64,6 @@ def model(kind: str = "loss") -> MoE:
 
 
 def by_layout(layout: str, kind: str, precision: Name = "fp32") -> list[list[float]]:
-    """In each of four ranks: losses and norms of gradients."""
     setting = {"precision": precision, "activations": Offload() if kind == "offload" else Keep()}
     engine, plan, replica = laid_out(Strategy(**LAYOUTS[layout]), model(kind), SAMPLES, **setting)
     moved: list[Tensor] = []

@@ -18,19 +18,17 @@ from ptdbench.parallel import pipeline_engine as pipeline
 from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling.events import COMBINE
-from tests.parallel.oracle import Faults, is_on, of
+from tests.parallel.oracle import Faults, after, is_on, of
 from tests.parallel.ranks import each, mesh_of, on_ranks
 from tests.parallel.ten_steps import by_hand
 from tests.parallel.test_experts import LAYOUTS, SAMPLES, by_layout, model
 
 _init, _settle, _begin = Routing.__init__, Routing.settle, Routing.begin
-_compute, _route, _sort, _balance = Experts.forward, Router.forward, Router._sort, Router.balance
+_compute, _sort, _balance = Experts.forward, Router._sort, Router.balance
 _sent, _back, _exchange, _placed = experts._Sent.apply, experts._Sent.backward, experts._with_exchange, tensor.placed
 
 
 def after_init(**values: Any) -> AbstractContextManager[Any]:
-    """A routing whose attributes are other ones."""
-
     def init(self: Routing, *arguments: Any) -> None:
         _init(self, *arguments)
         for name, value in values.items():
@@ -54,38 +52,12 @@ def of_own_experts(parameters: Any) -> torch.Tensor:
 engine_norm = engine.norm_of
 
 
-def lost(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    computed = _compute(self, tokens, counts)
-    return computed * (torch.arange(len(computed)) < len(computed) - 1)[:, None]
-
-
-def twice(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    computed = _compute(self, tokens, counts)
-    return computed * (1 + (torch.arange(len(computed)) < 1)[:, None])
-
-
-def of_the_neighbor(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    return _compute(self, tokens, counts.roll(1))
-
-
-def sent_wrongly(rows: torch.Tensor, *how: Any) -> torch.Tensor:
-    """What comes back from experts is another token's."""
-    sent = _sent(rows, *how)
-    return sent.roll(1, 0) if how[-1][0] == COMBINE else sent
-
-
 def not_sent_back(ctx: Any, gradient: torch.Tensor) -> Any:
     gradient_of_rows, *others = _back(ctx, gradient)
     return torch.zeros_like(gradient_of_rows) if ctx.way == COMBINE else gradient_of_rows, *others
 
 
-def to_copies(mesh: Any, *how: Any) -> Any:
-    """Tokens go to the ranks with the same experts, of which there are as many."""
-    return _exchange(mesh_of(Strategy(**LAYOUTS["shards"]).dims(4)).regrouped["ep"]["ep_copies"], *how)
-
-
 def of_the_first(meta: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The experts of the first rank on all of them."""
     if values.dim() == 3 and isinstance(meta, DTensor):
         values = values.roll(meta.device_mesh.get_local_rank() * len(meta.to_local()), 0)
     return _placed(meta, values)
@@ -100,15 +72,6 @@ def not_whole(self: Any, module: torch.nn.Module, device_mesh: Any) -> torch.nn.
     for part in module.modules():
         tensor.spread(part, device_mesh, Replicate(), Replicate())
     return module
-
-
-def unnormalized(self: Router, tokens: torch.Tensor) -> Any:
-    weights, order, counts = _route(self, tokens)
-    return weights * 0.5, order, counts
-
-
-def by_micro_batch(self: Router, counts: torch.Tensor) -> Any:
-    return self.routing.coefficient * self.experts * self.active / counts.sum() * self.share * counts / counts.sum()
 
 
 def backwards(self: Router, counts: torch.Tensor) -> None:
@@ -130,25 +93,38 @@ FAULTS: Faults = {
     "auxiliary loss from loads not summed over tensor ranks": (
         lambda: after_init(_groups=lambda it: it._groups[:1]), "tensor", "loss"),
     "auxiliary loss added on every tensor rank": (lambda: after_init(_tensor=lambda _: 1), "tensor", "loss"),
-    "auxiliary loss from a micro-batch's loads": (of(Router, "auxiliary_gradient", by_micro_batch), "shards", "loss"),
+    "auxiliary loss from a micro-batch's loads": (
+        of(Router, "auxiliary_gradient", lambda self, counts: (
+            self.routing.coefficient * self.experts * self.active / counts.sum() * self.share * counts / counts.sum())),
+        "shards", "loss"),
     "auxiliary loss not scaled by the micro-batch's share": (of(Routing, "begin", lambda *_: None), "pipeline", "loss"),
     "router loads never updated": (of(Router, "balance", lambda *_: None), "shards", "loss"),
     "choices made during shape inference counted": (of(ModuleState, "restore", lambda _: None), "pipeline", "loss"),
     "gradient norm without the experts": (of(engine, "norm_of", without_experts), "shards", "loss"),
     "gradient norm of the local experts only": (of(engine, "norm_of", of_own_experts), "shards", "loss"),
     "gradient norm of stages without the experts": (of(pipeline, "norm_of", without_experts), "pipeline", "loss"),
-    "output of the last dispatched token zeroed": (of(Experts, "forward", lost), "context", "loss"),
-    "output of the first dispatched token doubled": (of(Experts, "forward", twice), "shards", "loss"),
-    "tokens processed by the neighboring expert": (of(Experts, "forward", of_the_neighbor), "replicas", "loss"),
-    "combined outputs assigned to the wrong tokens": (of(experts._Sent, "apply", sent_wrongly), "shards", "loss"),
+    "output of the last dispatched token zeroed": (
+        after(Experts, "forward", lambda rows: rows * (torch.arange(len(rows)) < len(rows) - 1)[:, None]),
+        "context", "loss"),
+    "output of the first dispatched token doubled": (
+        after(Experts, "forward", lambda rows: rows * (1 + (torch.arange(len(rows)) < 1)[:, None])), "shards", "loss"),
+    "tokens processed by the neighboring expert": (
+        of(Experts, "forward", lambda self, tokens, counts: _compute(self, tokens, counts.roll(1))),
+        "replicas", "loss"),
+    "combined outputs assigned to the wrong tokens": (  # in what comes back from experts
+        of(experts._Sent, "apply", lambda rows, *how: _sent(rows, *how).roll(int(how[-1][0] == COMBINE), 0)),
+        "shards", "loss"),
     "gradients lost in combine": (of(experts._Sent, "backward", staticmethod(not_sent_back)), "shards", "loss"),
-    "tokens dispatched to ranks with the same experts": (of(experts, "_with_exchange", to_copies), "shards", "loss"),
+    "tokens dispatched to ranks with the same experts": (  # of which there are as many
+        of(experts, "_with_exchange", lambda _, *how: _exchange(
+            mesh_of(Strategy(**LAYOUTS["shards"]).dims(4)).regrouped["ep"]["ep_copies"], *how)), "shards", "loss"),
     "experts of the first rank drawn on all ranks": (of(tensor, "placed", of_the_first), "shards", "loss"),
     "tokens dropped beyond a capacity of 1": (of(Router, "_sort", dropped), "shards", "loss"),
     "router gradients not summed over tensor ranks": (of(tensor._Replicated, "_apply", not_whole), "tensor", "loss"),
     "gradients of unsharded experts not all-reduced over tensor ranks": (
         of(tensor._Replicated, "_apply", not_whole), "tensor without FSDP", "loss"),
-    "weights of the chosen experts not normalized": (of(Router, "forward", unnormalized), "shards", "loss"),
+    "weights of the chosen experts not normalized": (
+        after(Router, "forward", lambda routed: (routed[0] * 0.5, *routed[1:])), "shards", "loss"),
     "bias moved with the load, not against it": (of(Router, "balance", backwards), "shards", "bias"),
     "bias from the loads of one rank": (lambda: after_init(_groups=lambda _: []), "shards", "bias"),
     "positions from 0 on every context rank": (

@@ -23,9 +23,14 @@ def uneven() -> GPT:
     return gpt(heads=2, width=14, sequence_length=6, vocabulary=42)
 
 
-def test_an_average_is_another_copy():
+def test_an_average_is_another_copy_that_replicas_divide():
     (plain,), (more,) = (footprints(uneven(), ADAMW, average=average) for average in (False, True))
     assert more == StateBytes(plain.weights, plain.gradients, plain.optimizer + plain.weights)
+    strategy = Strategy(replicate="auto", optimizer="zero1")
+    (whole,), (divided,) = (
+        footprints(uneven(), ADAMW, options, strategy.dims(4), average=True) for options in (Strategy(), strategy)
+    )
+    assert whole.optimizer / 4 < divided.optimizer < whole.optimizer / 3
 
 
 @pytest.mark.parametrize(("in_buckets", "copies"), [(True, 1), (False, 2)])
@@ -33,14 +38,6 @@ def test_gradients_without_bucket_views_count_twice(in_buckets, copies):
     strategy = Strategy(replicate="auto", gradient_as_bucket_view=in_buckets)
     (footprint,) = footprints(uneven(), ADAMW, strategy, strategy.dims(4), average=False)
     assert footprint.gradients == copies * footprint.weights
-
-
-def test_replicas_divide_averages_too():
-    strategy = Strategy(replicate="auto", optimizer="zero1")
-    (whole,), (divided,) = (
-        footprints(uneven(), ADAMW, options, strategy.dims(4), average=True) for options in (Strategy(), strategy)
-    )
-    assert whole.optimizer / 4 < divided.optimizer < whole.optimizer / 3
 
 
 def test_footprint_of_a_users_stages():
@@ -51,16 +48,13 @@ def test_footprint_of_a_users_stages():
     assert [stage.weights for stage in stages] == [stage.gradients for stage in stages] == [4 * 7 * 8, 4 * 9 * 4]
 
 
-def test_optimizer_that_reads_values_is_refused():
+def test_what_cannot_be_foreseen_is_refused_and_a_trillion_allocates_nothing():
     class Reader(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             return self.param_groups[0]["params"][0].sum().item()
 
     with pytest.raises(ConfigError, match="optimizer=Reader: its memory cannot be predicted, as its step fails"):
         footprints(uneven(), Reader, average=False)
-
-
-def test_trillion_parameters_allocate_nothing():
     model = on_meta(nn.Linear, in_features=10**6, out_features=10**6, bias=False)
     (footprint,) = footprints(model, ADAMW, Strategy(shard=8), Dims(shard=8), average=False)
     assert footprint == StateBytes(5 * 10**11, 5 * 10**11, 10**12 + 4)

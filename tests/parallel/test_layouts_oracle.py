@@ -6,7 +6,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -66,8 +65,6 @@ def added_up(part: LaidOutModule) -> LaidOutModule:
 
 
 def last_alone(part: LaidOutModule) -> LaidOutModule:
-    """The gradients of each micro-batch replace those before it."""
-
     @contextmanager
     def deferred() -> Iterator[None]:
         with part.deferred():
@@ -78,8 +75,6 @@ def last_alone(part: LaidOutModule) -> LaidOutModule:
 
 
 def of_each(how: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Does something with what FSDP has sharded."""
-
     def done(module: Any) -> Any:
         how(module)
         return module
@@ -90,28 +85,6 @@ def of_each(how: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def undivided(module: Any) -> None:
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # the other way is NCCL's
-
-
-def scaled(by: float) -> Callable[..., Tensor]:
-    """Gradients of a loss that is larger than it is."""
-    original = Accumulating.gradients
-    return lambda self, inputs, targets, scale: original(self, inputs, targets, lambda loss: by * scale(loss))
-
-
-def of_own_shards(parameters: Any) -> Tensor:
-    return get_total_norm([weight.grad.to_local() for weight in parameters])
-
-
-def of_next(group: Any, weights: Any, size: int, owner: int = 0) -> None:
-    _broadcast(group, weights, size, (owner + 1) % dist.get_world_size(group))
-
-
-def by_rank(draw: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    draw(*arguments, **options | {"seed": dist.get_rank()})
-
-
-def unsummed(_layouts: Any, _local: bool, _module: nn.Module, outputs: DTensor, _mesh: Any) -> Tensor:
-    return outputs.to_local()
 
 
 class Kept(torch.autograd.Function):
@@ -132,26 +105,8 @@ def taken_for_sums(self: Any, module: nn.Module, device_mesh: Any) -> nn.Module:
     return PrepareModuleOutput._apply(self, module, device_mesh)
 
 
-def of_other_rows(module: nn.Module, mesh: Any, look_up: Callable[[Tensor], Tensor]) -> Any:
-    rows, right = len(module.weight), _rows(module, mesh, look_up)
-    return lambda tokens: right((tokens + rows) % (rows * mesh.size()))
-
-
-_broadcast = dist._broadcast_coalesced
+_broadcast, _materialize, _gradients = dist._broadcast_coalesced, apply.materialize, Accumulating.gradients
 _rows, _over_ranks, _share = tensor._Vocabulary._look_up_own, tensor._over_ranks, pipelined.Pipelined._share_of_loss
-
-
-def of_share(share: Tensor, mesh: Any, reduction: str) -> Tensor:
-    return share if reduction == "sum" else _over_ranks(share, mesh, reduction)
-
-
-def swapped(found: Tensor) -> Tensor:
-    """Of two ranks, what each has sent taken for the other's."""
-    return torch.cat(found.tensor_split(2)[::-1])
-
-
-def without_others(self: Any) -> Tensor:
-    return engine.norm_of(self.module.parameters())
 
 
 def counted_twice(self: Any) -> Tensor:
@@ -160,50 +115,57 @@ def counted_twice(self: Any) -> Tensor:
     return square.sqrt()
 
 
-def more_than_a_share(self: Any, loss: Tensor, targets: Tensor) -> Tensor:
-    return _share(self, loss, targets) * self._layout.microbatches
-
-
-def batch_for_copies() -> Any:
-    mesh = mesh_of(Strategy(**LAYOUTS["context"][0]).dims(4))
-    return of(mesh, "dp_cp", mesh.dp)()
-
-
 #: By what is broken: the fault, and the layout in which it matters.
 FAULTS: Faults = {
     "gradients not averaged over replicas": (
         after(apply, "replicate", lambda part: replace(part, runner=part.module, deferred=nullcontext)), "replicas"),
     "gradients summed, not averaged, over replicas": (after(apply, "replicate", added_up), "replicas"),
     "gradients of all but the last micro-batch dropped": (after(apply, "replicate", last_alone), "replicas"),
-    "gradients summed, not averaged, over micro-batches": (of(Accumulating, "gradients", scaled(2)), "replicas"),
+    "gradients summed, not averaged, over micro-batches": (
+        of(Accumulating, "gradients", lambda *given: _gradients(*given[:-1], lambda loss: 2 * given[-1](loss))),
+        "replicas"),
     "gradients of the previous step not cleared": (of(torch.optim.SGD, "zero_grad", lambda _: None), "replicas"),
     "every replica trains on the same samples": (
         of(BatchPlan, "rows", lambda self, step, _: (step * SAMPLES, step * SAMPLES + self.replica_batch)), "replicas"),
     "FSDP gradients summed, not averaged": (after(fsdp, "fully_shard", of_each(undivided)), "shards"),
     "gathered weights not refreshed after an update": (
         after(fsdp, "fully_shard", of_each(lambda it: it.set_reshard_after_backward(False))), "shards"),
-    "gradient norm of the local shards only": (of(engine, "norm_of", of_own_shards), "shards"),
-    "weights drawn from a seed per rank": (of(apply, "materialize", partial(by_rank, apply.materialize)), "shards"),
+    "gradient norm of the local shards only": (
+        of(engine, "norm_of", lambda weights: get_total_norm([it.grad.to_local() for it in weights])), "shards"),
+    "weights drawn from a seed per rank": (
+        of(apply, "materialize", lambda *given, **options: _materialize(*given, **options | {"seed": dist.get_rank()})),
+        "shards"),
     "HSDP gradients not all-reduced between replicas": (
         after(fsdp, "fully_shard", of_each(lambda it: it.set_requires_all_reduce(False))), "shards in replicas"),
     "ZeRO-1 weights not broadcast after an update": (of(zero.Zero1, "share", lambda _: None), "zero1"),
-    "ZeRO-1 weights broadcast by the wrong rank": (of(dist, "_broadcast_coalesced", of_next), "zero1"),
-    "row-wise outputs not all-reduced": (of(RowwiseParallel, "_prepare_output_fn", staticmethod(unsummed)), "tensor"),
+    "ZeRO-1 weights broadcast by the wrong rank": (
+        of(dist, "_broadcast_coalesced", lambda group, weights, size, owner=0: _broadcast(
+            group, weights, size, (owner + 1) % dist.get_world_size(group))), "zero1"),
+    "row-wise outputs not all-reduced": (
+        of(RowwiseParallel, "_prepare_output_fn", staticmethod(  # torch counts the parameters
+            lambda _layouts, _local, _module, outputs, _mesh: outputs.to_local())), "tensor"),
     "residual-stream gradients not all-reduced over tensor ranks": (
         of(tensor._Sequence, "_prepare_out_fn", lambda _, output, mesh: Kept.apply(output, mesh)), "tensor"),
     "embedding rows of another tensor rank": (
-        of(tensor._Vocabulary, "_look_up_own", staticmethod(of_other_rows)), "tensor"),
-    "cross-entropy sums not all-reduced over vocabulary shards": (of(tensor, "_over_ranks", of_share), "tensor"),
+        of(tensor._Vocabulary, "_look_up_own", staticmethod(lambda table, mesh, look_up: lambda tokens: _rows(
+            table, mesh, look_up)((tokens + len(table.weight)) % (len(table.weight) * mesh.size())))), "tensor"),
+    "cross-entropy sums not all-reduced over vocabulary shards": (
+        of(tensor, "_over_ranks", lambda share, mesh, reduction: (
+            share if reduction == "sum" else _over_ranks(share, mesh, reduction))), "tensor"),
     "norm gradients not all-reduced over tensor ranks": (of(tensor._Sequence, "_apply", taken_for_sums), "sequence"),
     "positions from 0 on every context rank": (of(context, "_number", lambda _p, _m, arguments: arguments), "context"),
-    "all-to-all results in the wrong rank order": (after(context, "all_to_all_single_autograd", swapped), "context"),
-    "gradients not averaged over context ranks": (batch_for_copies, "context"),
+    "all-to-all results in the wrong rank order": (
+        after(context, "all_to_all_single_autograd", lambda sent: torch.cat(sent.tensor_split(2)[::-1])), "context"),
+    "gradients not averaged over context ranks": (
+        lambda: of(mesh := mesh_of(Strategy(**LAYOUTS["context"][0]).dims(4)), "dp_cp", mesh.dp)(), "context"),
     "ring positions numbered as one contiguous piece": (of(context, "_is_paired", lambda _: False), "ring"),
     "gradients of a weight on two stages not summed": (of(pipelined, "add_up_shared", lambda *_: None), "pipeline"),
     "gradient norm counts a shared weight twice": (of(pipelined.Pipelined, "gradient_norm", counted_twice), "pipeline"),
-    "gradient norm of the local stage only": (of(pipelined.Pipelined, "gradient_norm", without_others), "pipeline"),
+    "gradient norm of the local stage only": (
+        of(pipelined.Pipelined, "gradient_norm", lambda self: engine.norm_of(self.module.parameters())), "pipeline"),
     "gradients summed, not averaged, over a pipeline's micro-batches": (
-        of(pipelined.Pipelined, "_share_of_loss", more_than_a_share), "pipeline"),
+        of(pipelined.Pipelined, "_share_of_loss", lambda it, *given: _share(it, *given) * it._layout.microbatches),
+        "pipeline"),
 }  # fmt: skip
 
 

@@ -32,8 +32,6 @@ TRAIN = {"clip_norm": 0.2, "ema": 0.9, "steps": STEPS}
 
 
 class Lever:
-    """A strategy, and options beside it."""
-
     def __init__(self, micro_batch: int | str = "auto", offload: str = "none", **strategy: Any) -> None:
         self.strategy = Strategy(**strategy)
         self.micro_batch = micro_batch
@@ -104,7 +102,6 @@ def train(loop: StepLoop, steps: int = STEPS) -> list[float]:
 
 
 def averaged(loop: StepLoop) -> dict[str, torch.Tensor]:
-    """The averages of the weights, as an evaluation sees them."""
     with torch.no_grad(), loop.update.averaged():
         return {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
 
@@ -119,7 +116,6 @@ def in_rank(folder: Path, names: set[str]) -> dict[str, Any]:
 
 
 def outcome(loop: StepLoop) -> dict[str, Any]:
-    """What a loop comes to."""
     losses = train(loop)
     weights = {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
     outcomes = {
@@ -172,7 +168,6 @@ def tied() -> dict[str, str]:
 
 
 def losses_of(of_ranks: list[dict[str, Any]], name: str) -> list[float]:
-    """The mean of the replicas' losses, by step."""
     owners = [of_rank[name]["losses"] for of_rank in of_ranks if of_rank[name]["owns_loss"]]
     return [sum(step) / len(owners) for step in zip(*owners, strict=True)]
 

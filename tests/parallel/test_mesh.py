@@ -45,30 +45,21 @@ def ranks(mesh: DeviceMesh | None) -> Any:
     return mesh.mesh.tolist() if mesh is not None else None
 
 
-def test_ranks_share_what_their_places_say(of_ranks):
+def test_ranks_share_what_their_places_say_under_equal_names(of_ranks):
     assert of_ranks[3]["plain"] == {
         "dp_replicate": [3, 7], "pp": [1, 3], "dp_shard": [3], "tp": [2, 3], "cp": None, "ep": None
     }  # fmt: skip
-
-
-def test_copies_are_the_first_dimension(of_ranks):
     assert of_ranks[3]["copied"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_group_names_are_equal_on_all_ranks(of_ranks):
     names = {tuple(of_rank["groups"]) for of_rank in of_ranks}
     assert names == {("dp_cp", "fsdp", "dp_replicate", "pp", "tp")}
 
 
-def test_added_degree_is_a_dimension(of_ranks):
+def test_added_and_regrouping_degrees_are_dimensions(of_ranks):
     of_three = of_ranks[3]
     assert of_three["more"]["branch"] == [3, 7]
     assert of_three["batch"] == [1, 3, 5, 7]  # branches and shards have different samples
     assert of_three["shard"] == [[1, 3], [5, 7]]  # of each branch
-
-
-def test_regrouped_ranks(of_ranks):
-    """Shards are two apart, products one; experts are shared by neighbors, and copied over the others."""
+    # Shards are two apart, products one; experts are shared by neighbors, and copied over the others.
     for rank, of_rank in enumerate(of_ranks):
         first = rank // 4 * 4
         assert of_rank["folds"] == [[first, first + 1], [first + 2, first + 3]]

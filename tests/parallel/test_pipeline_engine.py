@@ -30,7 +30,6 @@ def in_rank() -> tuple[list[Tensor], list[Tensor]]:
 
 
 def handed_over() -> list[Tensor]:
-    """In the second rank: what the first one sends."""
     group, rank = dist.group.WORLD, dist.get_rank()
     for tensor in TENSORS.values() if rank == 0 else ():
         send_tensor(tensor, group, 1)

@@ -60,15 +60,12 @@ def test_gradients_that_go_back_are_contiguous():
     assert gradient.is_contiguous()
 
 
-def test_a_cut_says_which_rank_has_what():
+def test_a_cut_says_which_rank_has_what_and_what_repeats_nowhere():
     where = stages.split_stages(untied(), [0, 1, 0])
     assert [name for stage in where.stages for name in stage] == list(untied().parts())
     assert (where.of(0), where.of(1)) == ([0, 2], [1])
     assert where.owner("embedding.token.weight") == 0
     assert where.owner("head.norm.bias") == 2
-
-
-def test_unrepeated_modules_of_stages():
     assert stages.unrepeated(untied(), stages.split_stages(untied(), [0, 1])) == [["embedding"], ["head"]]
     model = ResNet(depth=18, classes=10)
     unrepeated = stages.unrepeated(model, stages.split_stages(model, [0, 1, 2]))
@@ -108,7 +105,6 @@ def slowest(costs: list[float], cuts: list[range]) -> float:
 
 
 def all_cuts(parts: int, stages: int) -> list[list[range]]:
-    """Every way of cutting, by trying."""
     return [
         [range(start, stop) for start, stop in zip((0, *inner), (*inner, parts), strict=True)]
         for inner in combinations(range(1, parts), stages - 1)

@@ -167,15 +167,12 @@ def test_inputs_are_cast_except_targets():
         assert module.seen["size"] == 3
 
 
-def test_layers_cast_fp32_inputs():
+def test_layers_cast_fp32_inputs_and_batch_norms_and_buffers_stay():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[0].register_forward_hook(lambda *seen: seen[-1].float())
     cast_inputs(module, [module[1]], "bf16")
     Copies(module, [module[1]], torch.bfloat16)
     assert module(torch.ones(1, 2)).dtype == torch.bfloat16
-
-
-def test_batch_norms_and_buffers_stay_fp32():
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     cast_inputs(module, [], "bf16")
     Copies(module, [], torch.bfloat16)

@@ -131,10 +131,8 @@ def test_kernel_choice_knows_the_backward_pass(monkeypatch):
     """An autograd function runs its forward pass without gradients: torch would choose for inference."""
 
     def choose(query: torch.Tensor, *_: Any) -> int:
-        return (SDPBackend.FLASH_ATTENTION if asks_gradients(query) else SDPBackend.CUDNN_ATTENTION).value
-
-    def asks_gradients(query: torch.Tensor) -> bool:
-        return query.requires_grad and torch.is_grad_enabled()
+        trains = query.requires_grad and torch.is_grad_enabled()
+        return (SDPBackend.FLASH_ATTENTION if trains else SDPBackend.CUDNN_ATTENTION).value
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
     query = torch.empty(1, device="meta")

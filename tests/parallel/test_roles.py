@@ -10,11 +10,8 @@ def net(roles):
     return assembled(nn.Module.forward, up=nn.Linear(2, 4), roles=lambda: roles)
 
 
-def test_kind_alone_is_a_role():
+def test_kinds_alone_are_roles_and_invalid_ones_are_refused():
     assert roles_of(net({"up": "colwise", "": Role("scatter")})) == {"up": Role("colwise"), "": Role("scatter")}
-
-
-def test_invalid_roles_are_refused():
     first, second = refused(roles_of, net({"up": "outputs", "down": "rowwise"})).splitlines()
     assert first.startswith("roles()['up']=outputs: is not a role; try colwise, rowwise, vocabulary")
     assert second == "roles()['down']=rowwise: the model has no module of this name"

@@ -31,8 +31,6 @@ Runs = Callable[..., Record]
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The record of a run with these options, which runs once."""
-
     @cache
     def run(*options: str) -> Record:
         record = run_on_shared_ranks(tmp_path_factory.mktemp("reference"), *COMMON, *options)

@@ -14,7 +14,6 @@ ROWS = 257
 
 
 def laid_out(module: nn.Module) -> nn.Module:
-    """A module that computes in bf16."""
     enable_wide_gradients(module)
     Copies(module, [], torch.bfloat16)
     return module
@@ -70,11 +69,21 @@ def test_weight_norm_stays_as_it_is():
     assert all(weight.grad is not None for weight in layer.parameters())
 
 
-def test_layer_works_under_autocast():
+def test_layers_work_under_autocast_frozen_and_without_copies():
     layer = laid_out(nn.Linear(2, 2))
     with torch.autocast("cpu", torch.bfloat16):
         layer(torch.ones(3, 2)).sum().backward()
     assert layer._parameters["weight"].grad.unique().item() == 3
+    layer = nn.Linear(2, 2)
+    weight, bias = layer.parameters()
+    weight.requires_grad_(False)
+    laid_out(layer)(ones(3, 2)).sum().backward()
+    assert weight.grad is None
+    assert bias.grad.tolist() == [3, 3]
+    layer = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2), nn.LayerNorm(2), nn.RMSNorm(2))
+    expected = layer(torch.arange(3))
+    enable_wide_gradients(layer)
+    assert torch.equal(layer(torch.arange(3)), expected)
 
 
 def test_embedding_rows_are_summed_unrounded():
@@ -85,22 +94,6 @@ def test_embedding_rows_are_summed_unrounded():
     assert torch.equal(outputs, expected)
     outputs.sum().backward()
     assert weight.grad.tolist() == [[0, 0], [ROWS, ROWS], [1, 1]]
-
-
-def test_a_frozen_weight_gets_no_gradient():
-    layer = nn.Linear(2, 2)
-    weight, bias = layer.parameters()
-    weight.requires_grad_(False)
-    laid_out(layer)(ones(3, 2)).sum().backward()
-    assert weight.grad is None
-    assert bias.grad.tolist() == [3, 3]
-
-
-def test_layers_without_copies_are_unchanged():
-    layer = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2), nn.LayerNorm(2), nn.RMSNorm(2))
-    expected = layer(torch.arange(3))
-    enable_wide_gradients(layer)
-    assert torch.equal(layer(torch.arange(3)), expected)
 
 
 def test_only_plain_layers_are_replaced(monkeypatch):

@@ -66,13 +66,10 @@ def test_on_gpus_of_ten_sizes_the_first_proposal_is_right_on_nine() -> None:
     assert right >= 9
 
 
-def test_a_search_that_runs_out_of_tries_keeps_the_largest_that_has_fitted() -> None:
+def test_a_search_without_tries_left_keeps_the_largest_and_no_line_is_trusted_beyond_its_stride() -> None:
     search = searched(1000, lambda size: 10 + size, list(range(1, 2000)), tells=False, most=3)
     assert [one.micro_batch for one in search.tries] == [1, 8, 990]
     assert search.best == 990
-
-
-def test_a_line_is_not_trusted_further_than_its_stride() -> None:
     search = Search(POWERS, 10**6, lambda size: Try(size, "ok", 10, True), stride=16)
     assert search.largest() == 2048
     assert [one.micro_batch for one in search.tries] == [1, 8, 128, 2048]

@@ -12,14 +12,12 @@ def training(*words: str) -> TrainingSpec:
     return run_spec.specify(read("device=cpu", "cluster.ranks_per_node=2", *words), None).training
 
 
-def test_micro_batches_divide_a_replicas_share() -> None:
+def test_micro_batches_divide_a_share_and_a_pipeline_has_as_many_as_stages() -> None:
     possible = layouts(training("parallel=fsdp", "train.global_batch=24"))
     assert {size: layout.accumulation for size, layout in possible.items()} == {1: 12, 2: 6, 3: 4, 4: 3, 6: 2, 12: 1}
-
-
-def test_a_pipeline_has_as_many_as_it_has_stages() -> None:
     possible = layouts(training("parallel=pdp", "train.global_batch=12"))
     assert {size: layout.microbatches for size, layout in possible.items()} == {1: 12, 2: 6, 3: 4, 4: 3, 6: 2}
+    assert [*layouts(training("parallel=pdp", "parallel.microbatches=4", "train.global_batch=16"))] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -29,19 +27,12 @@ def test_a_batch_that_is_free_grows_with_the_micro_batch(schedule: str) -> None:
     assert [possible[size].global_batch for size in (1, 4)] == [2, 8]
 
 
-def test_what_the_schedule_cannot_run_is_left_out() -> None:
-    assert [*layouts(training("parallel=pdp", "parallel.microbatches=4", "train.global_batch=16"))] == [1, 2, 4]
-
-
-def test_two_passes_stand_for_more() -> None:
+def test_two_passes_stand_for_more_whose_samples_are_all_there() -> None:
     made = training("parallel=fsdp", "train.global_batch=24")
     shorter = [stand_in(made, layout) for layout in layouts(made).values()]
     assert [(one.global_batch, one.accumulation) for one in shorter] == [
         (4, 2), (8, 2), (12, 2), (16, 2), (24, 2), (24, 1)
     ]  # fmt: skip
-
-
-def test_all_samples_of_a_step_are_there_from_its_start_on() -> None:
     made = training("parallel=fsdp", "train.global_batch=24")
     one = sum(of_one.nbytes for of_one in made.data.example())
     assert [missing_sample_bytes(made, layout) // one for layout in layouts(made).values()] == [10, 8, 6, 4, 0, 0]

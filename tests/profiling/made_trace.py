@@ -13,13 +13,11 @@ MAIN = 7
 def event(
     name: str, start: float, end: float, kind: str = "cpu_op", thread: Any = MAIN, **facts: Any
 ) -> dict[str, Any]:
-    """One thing that took time."""
     times = {"ts": start * 1e3, "dur": (end - start) * 1e3}
     return {"ph": "X", "cat": kind, "name": name, "pid": 1, "tid": thread, **times, "args": facts}
 
 
 def label(name: str, start: float, end: float) -> dict[str, Any]:
-    """One of the product's own labels, or of FSDP's."""
     return event(name, start, end, "user_annotation")
 
 
@@ -34,33 +32,27 @@ def step(start: float, data: float, gradients: float, update: float) -> list[dic
 
 
 def called(name: str, start: float, end: float, shape: list[int], **facts: Any) -> dict[str, Any]:
-    """The operation on the main thread that starts communication."""
     return event(f"c10d::{name}", start, end, **{"Input Dims": [[shape]], "Input type": ["TensorList"], **facts})
 
 
 def sent(name: str, start: float, end: float, shape: list[int], kind: str = "float") -> dict[str, Any]:
-    """The communication itself, in a thread of gloo."""
     facts = {"Input Dims": [shape], "Input type": [kind]}
     return event(f"gloo:{name}", start, end, "user_annotation", thread=99, **facts)
 
 
 def launched(at: float, number: int) -> dict[str, Any]:
-    """What the host does to launch a kernel of this number."""
     return event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", correlation=number)
 
 
 def kernel(name: str, start: float, end: float, number: int, **facts: Any) -> dict[str, Any]:
-    """A kernel, in a stream of a GPU."""
     return event(name, start, end, "kernel", 5, correlation=number, **facts)
 
 
 def write(path: Path, *events: dict[str, Any], epoch: int = EPOCH) -> Path:
-    """A trace of these events."""
     other = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "python"}}]
     path.write_text(json.dumps({"baseTimeNanoseconds": epoch * 10**9, "traceEvents": [*other, *events]}))
     return path
 
 
 def milliseconds(intervals: Any) -> list[tuple[float, float]]:
-    """Times in the terms of this module."""
     return [tuple(round((moment - EPOCH) * 1e3, 2) for moment in interval) for interval in intervals]

@@ -44,7 +44,7 @@ def at_peak(usages: list[Usage]) -> dict[str, int]:
     return by_kind(peak(usages))
 
 
-def test_peak_has_the_most_memory_of_all_kinds():
+def test_peak_has_the_most_memory_of_all_kinds_and_blocks_count_while_they_live():
     blocks = [change(110, 1, 50), change(120, 2, 70), change(130, 1, -50), change(150, 2, -70)]
     usages = used(*blocks, change(140, 3, 40, BACKWARD), known={9: ("weights", 1000), 8: ("optimizer", 2000)})
     assert at_peak(usages) == {"weights": 1000, "optimizer": 2000, "activations": 120}
@@ -52,41 +52,26 @@ def test_peak_has_the_most_memory_of_all_kinds():
     assert [at.total - 3000 for at in usages] == [0, 50, 120, 70, 110, 40]
     assert usages[0].time == BEGIN
     assert list(usages[0].bytes) == list(KINDS)
-
-
-def test_earlier_block_counts_until_it_is_freed():
     usages = used(change(50, 1, 30), change(60, 2, 10), change(70, 2, -10), change(210, 1, -30))
     assert [at.total for at in usages] == [30, 0]
-
-
-def test_later_blocks_do_not_count_and_state_always_does():
     assert at_peak(used(change(150, 1, 10), change(301, 2, 1000))) == {"activations": 10}
     assert at_peak(used(known={9: ("weights", 1000)})) == {"weights": 1000}
 
 
-def test_gradient_is_known_by_its_address():
+def test_gradients_and_sent_blocks_are_known_by_address_and_caller():
     """Another block may have had that address before."""
     blocks = [change(110, 1, 500), change(120, 1, -500), change(130, 1, 80, BACKWARD)]
     usages = used(*blocks, known={1: ("gradients", 80)})
     assert (at_peak(usages), by_kind(usages[-1])) == ({"activations": 500}, {"gradients": 80})
-
-
-def test_sent_blocks_and_those_of_fsdp_are_communication():
     sent = [SentBlock(125, 2, 7), SentBlock(126, 3, 11), SentBlock(127, 3, 9), SentBlock(128, 4, 1000)]
     usages = used(change(110, 1, 5, FSDP), change(120, 2, 7), sent=sent, known={4: ("weights", 1000)})
     assert at_peak(usages) == {"weights": 1000, "communication": 5 + 7 + 11}
-
-
-def test_block_that_fsdp_frees_when_reduced_is_a_gradient():
     blocks = [change(110, 1, 60, BACKWARD), change(111, 2, 8, REDUCING), change(112, 1, -60, REDUCING)]
     assert at_peak(used(*blocks)) == {"gradients": 60, "communication": 8}
 
 
-def test_unseen_free_precedes_reuse_of_the_address():
+def test_unseen_frees_and_uncounted_memory():
     assert [at.total for at in used(change(110, 1, 50), change(120, 1, 20))] == [0, 50, 0, 20]
-
-
-def test_uncounted_memory_is_other():
     usages = used(change(110, 1, 50, allocated=1450), all_counted=True, known={9: ("weights", 1000)})
     assert at_peak(usages) == {"weights": 1000, "activations": 50, "other": 400}
 

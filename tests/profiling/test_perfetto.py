@@ -33,16 +33,13 @@ def test_clocks_follow_rank_0(tmp_path, ahead, later, microseconds):
     assert times["b"] - times["a"] == microseconds
 
 
-def test_arrow_ids_are_unique_among_ranks(tmp_path):
+def test_ids_and_rows_of_messages_are_their_own(tmp_path):
     arrow = {"ph": "s", "id": 3, "pid": 1, "tid": 7, "ts": 0.0, "cat": "fwdbwd", "name": "fwdbwd"}
     events = merged(tmp_path, [arrow], [arrow])
     ids = [event["id"] for event in events if event["ph"] == "s"]
     assert ids[0] != ids[1]
     assert all(isinstance(number, int) for number in ids)  # Perfetto reads no others
-
-
-def test_messages_have_separate_rows(tmp_path):
-    """Perfetto drops what ends after what it is drawn in."""
+    # Perfetto drops what ends after what it is drawn in.
     call, message = called("send", 1, 2, [8]), {**sent("send", 1.5, 5, [8]), "tid": MAIN}
     events = merged(tmp_path, [call, message, event("aten::mm", 3, 4)])
     assert [event["name"] for event in events if event["ph"] == "X"] == ["c10d::send", "aten::mm"]
@@ -50,12 +47,9 @@ def test_messages_have_separate_rows(tmp_path):
     assert (begin["ph"], end["ph"], begin["id"] == end["id"], end["ts"] - begin["ts"]) == ("b", "e", True, 3500)
 
 
-def test_events_without_process_are_dropped(tmp_path):
+def test_events_without_process_are_dropped_and_one_rank_is_readable(tmp_path):
     mark = {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "", "ts": 4.0}
     assert mark["name"] not in [event["name"] for event in merged(tmp_path, [mark])]
-
-
-def test_trace_of_one_rank_is_readable_and_says_which(tmp_path):
     merged(tmp_path, step(0, 1, 2, 3))
     written = json.loads(gzip.decompress((tmp_path / "rank0.json.gz").read_bytes()))
     assert written["distributedInfo"] == {"rank": 0}

@@ -19,15 +19,12 @@ def test_phases_add_up_to_the_step():
     }  # fmt: skip
 
 
-def test_wait_for_the_last_rank_counts_for_that_rank():
+def test_each_wait_counts_for_its_last_rank_in_its_step():
     times = parted([(2.0, 6.0)], [CommCall("all_reduce", 8, 1.0, 6.0)], [Ready(5.0, last=3)])
     assert (times.seconds["stragglers"], times.seconds["communication"]) == (3, 1)
     assert times.waited_for == [{3: 3.0}]
     of = times.traffic["all_reduce"]
     assert (of.calls, of.bytes, of.seconds, of.exposed_seconds) == (1, 8, 1, 1)
-
-
-def test_each_step_has_its_own_waits():
     calls = [CommCall("all_reduce", 8, start, start + 4) for start in (1.0, 3.0, 11.0)]
     ready = [Ready(4.0, last=3), Ready(6.0, last=1), Ready(14.0, last=1)]
     steps = ((0.0, 10.0), (10.0, 20.0), (20.0, 30.0))
@@ -35,47 +32,35 @@ def test_each_step_has_its_own_waits():
     assert times.waited_for == [{3: 3.0, 1: 1.0}, {1: 3.0}, {}]
 
 
-def test_wait_for_another_stage_is_a_bubble():
+def test_wait_for_a_stage_is_a_bubble_and_for_combine_the_fullest_experts():
     times = parted([(2.0, 6.0)], [CommCall("recv", 8, 2.0, 6.0, peer=0)], [Ready(5.5, last=0)])
     assert (times.seconds["bubble"], times.seconds["communication"]) == (3.5, 0.5)
-
-
-def test_wait_for_combine_is_for_the_fullest_experts():
     calls = [CommCall("dispatch", 8, 0.0, 2.0), CommCall("combine", 8, 3.0, 8.0)]
     times = parted([(0.0, 2.0), (3.0, 8.0)], calls, [Ready(1.0, last=1), Ready(7.0, last=1)])
     assert (times.seconds["stragglers"], times.seconds["experts"], times.seconds["communication"]) == (1, 4, 2)
 
 
-def test_hidden_communication_is_not_exposed():
+def test_what_is_beside_a_wait_decides_what_it_is():
     phases = {"backward": [(0.0, 8.0)]}
     times = parted([(8.0, 9.0)], [CommCall("all_reduce", 8, 1.0, 9.0)], [Ready(1.0)], phases)
     assert times.seconds["communication"] == 1
     assert times.traffic["all_reduce"].seconds == 8
-
-
-def test_wait_beside_a_ready_operation_is_communication():
     calls = [CommCall("all_gather", 8, 0.0, 5.0), CommCall("all_reduce", 8, 1.0, 7.0)]
     times = parted([(2.0, 7.0)], calls, [Ready(0.0), Ready(6.0, last=1)])
     assert times.traffic["all_gather"].exposed_seconds == 3
     assert times.seconds["stragglers"] == 1
     assert times.traffic["all_reduce"].exposed_seconds == 1
-
-
-def test_wait_after_an_operation_counts_for_it():
     times = parted([(2.0, 7.0)], [CommCall("all_reduce", 8, 1.0, 4.0)], [Ready(1.0)])
     assert times.traffic["all_reduce"].exposed_seconds == 5
     times = parted([(2.0, 7.0)], [], [])
     assert (times.seconds["communication"], times.traffic["unknown"].exposed_seconds) == (5, 5)
 
 
-def test_overlapping_calls_count_once_and_earlier_ones_not():
+def test_calls_count_once_and_without_known_end_not_at_all():
     calls = [CommCall("all_reduce", 8, start, end) for start, end in ((0.0, 1.0), (12.0, 16.0), (13.0, 18.0))]
     times = parted([], calls, [Ready(0.0), Ready(12.0), Ready(13.0)], steps=((10.0, 15.0), (15.0, 20.0)))
     of = times.traffic["all_reduce"]
     assert (times.steps, of.calls, of.seconds) == (2, 2, 6)
-
-
-def test_messages_without_known_end_are_not_timed():
     calls = [
         CommCall("recv", 8, start, start + 2, held=((start, start), (start + 1, start + 2))) for start in (1.0, 4.0)
     ]

@@ -12,7 +12,6 @@ SENDS = "ncclDevKernel_SendRecv(...)"
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads a trace of these events."""
     return lambda *events, device="cpu": trace.read(write(tmp_path / "t.json", *events), device)
 
 
@@ -31,16 +30,13 @@ def phases(found: trace.Trace) -> dict[str, list[tuple[float, float]]]:
     return {name: milliseconds(times) for name, times in found.phases.items()}
 
 
-def test_step_alone_has_its_phases(read):
+def test_steps_and_micro_batches_have_their_phases(read):
     events = [*step(0, 1, 11, 13), event("aten::mm", 2, 5), event(BACKWARD, 6, 8), event("aten::mm", 6, 7)]
     recording = read(*events, event(BACKWARD, 8.5, 10))
     assert milliseconds(recording.steps) == [(0, 13)]
     expected = {"data": [(0, 1)], "forward": [(1, 6), (10, 11)], "backward": [(6, 10)], "optimizer": [(11, 13)]}
     assert phases(recording) == expected
     assert (recording.waits, recording.calls) == ([], [])
-
-
-def test_each_micro_batch_has_its_backward_pass(read):
     passes = [(1, 2, 3), (4, 5, 6)]
     events = [one for a, b, c in passes for one in (event("aten::mm", a, b), event(BACKWARD, b, c))]
     recording = read(*step(0, 1, 6, 6.5), *events)
@@ -57,16 +53,13 @@ def test_ddp_waits_in_cpp_for_the_last_all_reduce(read):
     assert times(call) == (3, 7)
 
 
-def test_waiting_thread_may_continue_before_the_recorded_end(read):
+def test_waits_end_when_recorded_and_are_none_without_communication(read):
     """Of two waits the last one counts."""
     last = [event(BACKWARD, 1, 4), *reduced(7.6), event("aten::add_", 7.5, 8)]
     assert milliseconds(read(*step(0, 1, 8, 9), *last).waits) == [(3, 3.5), (4, 7.5)]
     last[2] = {**last[2], "tid": 98}
     recording = read(*step(0, 1, 8, 9), *reduced(5, begin=2.0, elements=500), *last)
     assert milliseconds(recording.waits) == [(2, 2.5), (3, 3.5), (4, 7.5)]
-
-
-def test_pause_without_communication_is_no_wait(read):
     recording = read(*step(0, 1, 8, 9), *reduced(3, begin=1.0), event(BACKWARD, 2, 4), event("aten::add_", 7.5, 8))
     assert milliseconds(recording.waits) == [(1, 1.5)]
 
@@ -95,13 +88,10 @@ def test_gloo_all_reduce_of_a_reduce_scatter_has_that_name(read):
     assert (call.operation, call.bytes) == ("reduce_scatter", 256)
 
 
-def test_operations_of_one_size_have_their_own_messages(read):
+def test_operations_of_one_size_have_their_own_messages_within_steps(read):
     started = [called("allreduce_", 1, 1.5, [4]), called("allreduce_", 2, 2.5, [4])]
     recording = read(*step(0, 1, 8, 9), *started, sent("all_reduce", 2.6, 3, [4]), sent("all_reduce", 3, 4, [4]))
     assert [times(call) for call in recording.calls] == [(1, 3), (2, 4)]
-
-
-def test_waits_outside_steps_do_not_count(read):
     events = [label(trace.WAITING, 0, 12), called("allreduce_", 1, 2, [4]), sent("all_reduce", 1, 3, [4])]
     recording = read(*step(10, 11, 18, 19), *events)
     assert milliseconds(recording.waits) == [(10, 12)]
@@ -255,7 +245,10 @@ def test_trace_without_phases_is_refused(read, events, device, message):
         read(*events, device=device)
 
 
-def test_large_trace_is_refused(read, monkeypatch):
+def test_large_traces_and_those_without_kernels_are_refused(read, monkeypatch, tmp_path):
+    path = write(tmp_path / "trace.json", label("ProfilerStep#5", 1, 2))
+    with pytest.raises(ValueError, match="has no kernels"):
+        trace.launched_in_steps(path)
     monkeypatch.setattr(of_traces, "MOST_BYTES", 100)
     with pytest.raises(ValueError, match=r"more than the 100 that are read; try profile\.steps=1"):
         read(*step(0, 1, 3, 10))
@@ -275,9 +268,3 @@ def test_kernels_count_in_the_step_of_their_launch(tmp_path):
     kernels = kernel("early", 1.2, 1.3, 1), kernel("ncclDevKernel_AllReduce", 9, 10, 2)
     path = write(tmp_path / "trace.json", *labels, launched(0.5, 1), launched(1.5, 2), *kernels)
     assert [one.name for one in trace.launched_in_steps(path)[0]] == ["ncclDevKernel_AllReduce"]
-
-
-def test_trace_without_kernels_is_refused(tmp_path):
-    path = write(tmp_path / "trace.json", label("ProfilerStep#5", 1, 2))
-    with pytest.raises(ValueError, match="has no kernels"):
-        trace.launched_in_steps(path)

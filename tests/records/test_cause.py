@@ -147,10 +147,13 @@ def test_status_of_an_exception(error, status):
     assert status_of(describe(error, rank=0)) == status
 
 
-def test_status_of_a_real_lack_of_memory():
+def test_a_real_lack_of_memory_and_that_of_the_kernel_are_told():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert status_of(describe(caught.value, rank=0)) == "oom"
+    (found,) = describe_exits({0: -signal.SIGKILL}, 1, oom_kills=1)
+    assert status_of(found) == "oom"
+    assert not is_of_gpu(Error(**found.as_error()))
 
 
 @pytest.mark.parametrize(
@@ -167,12 +170,6 @@ def test_whose_memory_has_run_out(error, expected):
     found = describe(error, rank=0)
     assert status_of(found) == "oom"
     assert is_of_gpu(Error(**found.as_error())) == expected
-
-
-def test_the_memory_of_which_the_kernel_ran_out_is_the_hosts():
-    (found,) = describe_exits({0: -signal.SIGKILL}, 1, oom_kills=1)
-    assert status_of(found) == "oom"
-    assert not is_of_gpu(Error(**found.as_error()))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from tests.records.test_cause import exited, report
 
 
 def raised(error: Exception) -> Exception:
-    """The error with a traceback."""
     try:
         raise error
     except Exception as caught:

@@ -23,9 +23,11 @@ def job(number, **changes):
     return replace(made, **changes)
 
 
-def test_where_nothing_was_asked_for_there_is_nothing(tmp_path):
+def test_nothing_asked_for_is_nothing_and_an_id_names_the_log(tmp_path):
     assert ledger.read(tmp_path) == Ledger([], [])
     assert ledger.read(tmp_path / "not there") == Ledger([], [])
+    told = ledger.with_id(job(0, id=None, log="/scratch/%j"), "12_0")
+    assert (told.id, told.log) == ("12_0", "/scratch/12_0")
 
 
 def test_the_last_job_of_each_run_is_kept_also_when_the_sweep_goes_on(tmp_path):
@@ -35,11 +37,6 @@ def test_the_last_job_of_each_run_is_kept_also_when_the_sweep_goes_on(tmp_path):
     assert ledger.read(tmp_path) == Ledger(["model=toy", "seed=0,1,2"], [first, job(1), again])
     ledger.begin(tmp_path, ["model=toy"])
     assert ledger.read(tmp_path) == Ledger(["model=toy"], [first, job(1), again])
-
-
-def test_an_id_that_is_known_later_names_the_log_too(tmp_path):
-    told = ledger.with_id(job(0, id=None, log="/scratch/%j"), "12_0")
-    assert (told.id, told.log) == ("12_0", "/scratch/12_0")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ def made(directory: Path, steps: int | None = 3, **changes: object) -> Path:
 
 
 def the_sound_one(folder: Path, warning: str) -> None:
-    """One run beside what is left out with a warning."""
     made(folder / "sound")
     with pytest.warns(UserWarning, match=warning):
         (run,) = ptdbench.load(folder)

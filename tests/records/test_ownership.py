@@ -75,7 +75,6 @@ def draft(directory, launch, **changes):
 
 @pytest.fixture
 def process():
-    """Another process of this machine."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as opened:
         yield opened
         opened.kill()
@@ -169,11 +168,8 @@ def test_progress_is_written_soon_now_and_then_and_at_the_end(tmp_path):
         assert found == Progress(written, 100, "tokens", 2048.0 * written)
 
 
-def test_a_new_start_has_no_progress_yet(tmp_path):
+def test_a_new_start_has_no_progress_and_one_that_cannot_be_written_fails_no_run(tmp_path):
     ProgressFile(tmp_path, "tokens").write(57, 100, 2048.0, 50.0)
     ownership.open_record(tmp_path, draft(tmp_path, "first"))
     assert read_progress(tmp_path) is None
-
-
-def test_a_run_does_not_fail_where_its_progress_cannot_be_written(tmp_path):
     ProgressFile(tmp_path / "gone", "tokens").write(1, 2, None, 50.0)

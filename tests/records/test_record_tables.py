@@ -9,11 +9,8 @@ from tests.records.test_stored import as_typed
 from tests.training.test_evaluation import TASK
 
 
-def test_the_page_has_a_place_for_the_tables():
+def test_the_page_has_a_place_and_every_field_a_text_and_a_row():
     assert (ROOT / "docs" / "record.md").read_text().endswith("\n<!-- record -->\n")
-
-
-def test_every_field_has_a_text_and_a_row():
     page = record_tables.markdown()
     for name in record.FIELDS:
         assert record_tables.fields(schema.Record)[name].text

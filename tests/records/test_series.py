@@ -44,11 +44,6 @@ def test_what_is_appended_is_read_also_by_numpy_alone(path):
     np.testing.assert_allclose(series.column(series.blocks(path), "slowest_seconds"), [0.1, 1.1, 2.1, 3.1, 4.1, 5.2])
 
 
-def test_a_file_that_is_missing_has_no_steps(tmp_path):
-    assert losses(tmp_path / series.NAME) == []
-    assert series.column([], "step_seconds").shape == (0, 0)
-
-
 @pytest.mark.parametrize("steps", range(8))
 def test_a_file_is_cut_down_to_any_number_of_steps(path, steps):
     assert series.keep(path, steps) == min(steps, 6)
@@ -64,6 +59,11 @@ def test_a_part_is_copied(path, tmp_path):
     assert losses(target) == [0, 1, 2, 3]
     assert losses(path) == [0, 1, 2, 3, 4, 5]
     assert series.copy(tmp_path / "nowhere.npy", target, 4) == 0
+
+
+def test_a_file_that_is_missing_has_no_steps(tmp_path):
+    assert losses(tmp_path / series.NAME) == []
+    assert series.column([], "step_seconds").shape == (0, 0)
 
 
 def test_a_torn_block_is_none_and_the_next_writer_cuts_it_off(path):

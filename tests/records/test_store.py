@@ -116,11 +116,14 @@ def test_a_run_is_known_by_its_place_below_its_sweep(directory, name):
     assert store.below(Path("/now/fsdp"), directory) == name
 
 
-def test_folders_around_a_run_may_have_the_name_of_its_sweep(tmp_path):
+def test_runs_are_known_in_folders_of_the_same_name_and_in_renamed_ones(tmp_path):
     """``hydra.sweep.dir=toy hydra.sweep.subdir='${model.name}/${seed}'``; or a sweep in a folder of its own name."""
     (tmp_path / "toy" / "toy" / "1").mkdir(parents=True)
     assert store.below(tmp_path / "toy", "outputs/toy/toy/1") == "toy/1"
     assert store.below(tmp_path / "toy" / "toy", "outputs/toy/toy/1") == "1"
+    (tmp_path / "mine" / "toy" / "ddp").mkdir(parents=True)
+    assert store.below(tmp_path / "mine", str(tmp_path / "old" / "toy" / "ddp")) == "toy/ddp"
+    assert store.below(tmp_path / "mine", "outputs/old/toy/fsdp") == "fsdp"
 
 
 @pytest.mark.parametrize("place", [".", "link"])
@@ -132,12 +135,6 @@ def test_runs_of_a_sweep_in_the_current_folder_or_behind_a_link_are_kept_apart(t
     monkeypatch.chdir(tmp_path / "toy" if place == "." else tmp_path)
     found = [store.below(Path(place), str(Path(place, name))) for name in ("toy/ddp", "gpt/ddp")]
     assert found == ["toy/ddp", "gpt/ddp"]
-
-
-def test_a_run_of_a_renamed_sweep_is_known_by_what_is_there(tmp_path):
-    (tmp_path / "mine" / "toy" / "ddp").mkdir(parents=True)
-    assert store.below(tmp_path / "mine", str(tmp_path / "old" / "toy" / "ddp")) == "toy/ddp"
-    assert store.below(tmp_path / "mine", "outputs/old/toy/fsdp") == "fsdp"
 
 
 def test_what_goes_while_runs_are_looked_for_is_passed_over(tmp_path, monkeypatch):

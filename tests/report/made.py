@@ -149,12 +149,10 @@ PDP = phased(
 
 
 def loaded(*records, sweep="outputs/sweep"):
-    """The records with a directory of their own each."""
     return [one | {"directory": f"{sweep}/{number}_{one.parallel}"} for number, one in enumerate(records)]
 
 
 def keep(sweep: Path, name: str, record: Made) -> Path:
-    """A run as it lies in a sweep's directory."""
     (sweep / name).mkdir(parents=True)
     written = (record | {"directory": str(sweep / name)}).written
     write_record(sweep / name, written)

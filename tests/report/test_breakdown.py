@@ -35,12 +35,9 @@ def test_a_row_a_run_shows_the_rank_that_takes_the_most():
     assert "MiB" in meant
 
 
-def test_a_row_a_rank():
+def test_a_row_a_rank_and_of_many_the_ends():
     table, _ = breakdown.memory_of_ranks(SMALL, 120)
     assert [line.split()[:3] for line in table.splitlines()[2:]] == [["rank", "0", "70.0"], ["rank", "1", "71.0"]]
-
-
-def test_of_many_ranks_the_ends_are_shown():
     many = phased("ddp", 10, {"forward": [5] * 20})
     kinds = {kind: [MIB] * 20 for kind in KINDS}
     kinds["activations"] = [(rank + 1) * MIB for rank in range(20)]
@@ -81,15 +78,12 @@ def rows(text: str) -> list[list[str]]:
     return [re.split(r"\s{2,}", line.strip()) for line in lines if not line.startswith("──")]
 
 
-def test_runs_beside_each_other():
+def test_runs_are_beside_each_other_with_the_phases_of_any():
     assert rows(of_runs({"ddp": DDP, "fsdp": FSDP}, 100)) == [
         ["run", "step", "forward", "backward", "exposed", "optimizer", "other"],
         ["ddp", "76.0", "24.0", "39.0", "6.0", "4.0", "3.0"],
         ["fsdp", "120.0", "24.0", "40.0", "37.0", "13.0", "6.0"],
     ]
-
-
-def test_a_phase_has_a_column_and_its_meaning_where_any_run_has_it():
     text = of_runs({"ddp": DDP, "pdp": PDP}, 150)
     heading, ddp, pdp = rows(text)
     assert heading == ["run", "step", "data", "forward", "backward", "exposed", "bubble", "optimizer", "other"]

@@ -175,25 +175,19 @@ class TestLines:
         before = display._units_per_step
         assert display.show(112.5) == before / 0.5
 
-    def test_a_rank_without_a_heading_is_silent(self, stream, wall):
+    def test_without_a_heading_or_a_reader_it_is_silent(self, stream, wall, monkeypatch, capsys):
         with shown(stream, wall, heading=None) as display:
             display.begin_steps(0, 10, "tokens", 1)
             at_step(display, 10, 99.0)
         assert stream.getvalue() == ""
-
-    def test_a_closed_stream_is_silence(self, stream, wall):
         display = begun(stream, wall)
         stream.close()
         at_step(display, 2, 70.0)
-
-    def test_a_reader_that_went_away_is_silence(self, wall):
         reader, writer = os.pipe()
         os.close(reader)
-        with os.fdopen(writer, "w", buffering=1) as stream:
-            at_step(begun(stream, wall), 1, 60.0)
-            at_step(begun(stream, wall), 2, 61.0)
-
-    def test_no_standard_error_is_silence(self, monkeypatch, wall, capsys):
+        with os.fdopen(writer, "w", buffering=1) as pipe:
+            at_step(begun(pipe, wall), 1, 60.0)
+            at_step(begun(pipe, wall), 2, 61.0)
         monkeypatch.setattr("sys.stderr", None)
         at_step(begun(None, wall), 1, 60.0)
         assert capsys.readouterr().out == ""
@@ -230,14 +224,12 @@ class TestLiveLine:
         line = display.line(width, 65.0)
         assert (line.left, line.right) == ("[2/8] gpt_tiny ddp  step 11/100", right)
 
-    def test_time_goes_on_during_a_step_and_then_it_is_late(self, terminal, wall):
+    def test_it_is_late_in_time_and_names_are_cut(self, terminal, wall):
         display = begun(terminal, wall)
         display.step(1, 51.0)
         at_step(display, 11, 61.0)
         assert display.line(80, 65.0).right.endswith("1:25 left")
         assert display.line(80, 73.0).right == "step 12: 12 s, before 1 s each"
-
-    def test_a_long_name_and_control_characters(self, terminal, wall):
         line = shown(terminal, wall, Heading("\x1b[2J" + "x" * 300)).line(80, 50.0)
         assert len(line.left) < 70
         assert line.left.startswith("\\x1b[2Jxxx")

@@ -28,23 +28,14 @@ def test_a_table_sentences_commands_and_the_environment(monkeypatch):
     assert "settings.OMP_NUM_THREADS: 1" in text
 
 
-def test_what_markdown_would_read_as_marks_is_shown_as_it_is():
+def test_what_was_typed_is_no_markup():
     text = made(run(), failed("fsdp", "<b>a|b</b> `rm` *x* @ada &lt; $1\nnext"))
     assert "\\<b\\>a\\|b\\</b\\> \\`rm\\` \\*x\\* &#64;ada &amp;lt; \\$1 next" in text
-
-
-def test_a_summary_is_html_and_what_is_in_it_too():
     text = made(run(environment={"host": "n1", "torch": "<b>a_b</b> @ada\n\nx", "git_commit": "abc"}), run("fsdp"))
     assert "<summary>environment: n1, torch &lt;b&gt;a_b&lt;/b&gt; &#64;ada x</summary>" in text
-
-
-def test_no_control_character_reaches_the_file():
     text = made(run(overrides=["a=\x1b[2J"], environment={"host": "\x1b]0;x\x07"}), failed("fsdp", "\x1b[31m\u202e"))
     assert all(letter in "\n" or letter.isprintable() for letter in text)
     assert "\\x1b[2J" in text
-
-
-def test_a_fence_in_what_was_typed_does_not_end_it():
     text = made(run(overrides=["a=```b"]))
     assert "````text\n# ddp\n" in text
 

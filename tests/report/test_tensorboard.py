@@ -27,7 +27,6 @@ FAILED = RECORD | {"status": "failed", "steps": None, "final_loss": None, "metri
 
 
 def rows(losses=(5.0, 4.0, 3.5)) -> np.ndarray:
-    """The steps of :data:`RECORD`."""
     made = series.unknown(3, ranks=2)
     made["loss"] = losses
     made["learning_rate"] = [0.5, 0.25, 0.125]
@@ -106,15 +105,12 @@ def test_the_phases_that_take_time_are_points_at_the_last_step(tmp_path):
     assert sorted(events.Tags()["scalars"])[0] == "speed/tokens_per_second"  # TensorBoard shows it first
 
 
-def test_images_are_counted_in_samples(tmp_path):
+def test_images_are_counted_in_samples_and_curves_go_on_past_infinite_losses(tmp_path):
     metrics = {**RECORD["metrics"], "tokens_per_second": None, "samples_per_second": 5.0}
     events = written(tmp_path, RECORD | {"tokens_per_sample": None, "metrics": metrics})
     assert values(events, "speed/samples_per_second") == [(0, 8.0), (1, 32.0), (2, 32.0)]
     assert values(events, "summary/throughput") == [(2, 5.0)]
     assert "speed/tokens_per_second" not in events.Tags()["scalars"]
-
-
-def test_a_loss_that_is_not_finite_does_not_end_the_curve(tmp_path):
     assert values(written(tmp_path, RECORD, rows([5.0, np.nan, 3.0])), "step/loss") == [(0, 5.0), (2, 3.0)]
 
 

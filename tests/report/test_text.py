@@ -51,12 +51,9 @@ def test_ranks_of_mpirun_have_a_terminal_that_is_not_the_users(monkeypatch, caps
 NAMES = ["模型并行 流水线并行 张量并行", "数据并行" * 6, "ascii only"]
 
 
-def test_a_wide_character_takes_two_columns():
+def test_wide_characters_take_two_columns_and_spaces_are_kept():
     lines, _ = table([Column("name", str, is_text=True, min_width=4), Column("#", lambda _: "1")], NAMES, 20)
     assert max(map(cell_len, lines)) == 20
     assert [cell_len(line) for line in lines if line.endswith("1")] == [20] * 3  # figures stay below each other
     assert cell_len(max(wrap(f"{NAMES[0]} {NAMES[0]}", 20).splitlines(), key=cell_len)) <= 20
-
-
-def test_spaces_within_a_line_are_kept():
     assert wrap("it is in /tmp/a  b,\nas the record", 22) == "it is in /tmp/a  b, as\n  the record"

@@ -26,7 +26,6 @@ def with_option(runs, **options):
 
 
 def of(runs, **environment):
-    """These runs in an environment."""
     return [one | {"environment": environment} for one in runs]
 
 
@@ -44,23 +43,21 @@ class TestMatch:
         assert not ddp.known.is_paired
         assert found.remarks == []
 
-    def test_one_configuration_on_each_side_is_a_pair(self):
+    def test_one_configuration_on_each_side_is_a_pair_and_what_one_side_has_alone_is_named(self):
         found = match(before("ddp"), after("fsdp", 0.8))
         assert [(pair.label, pair.verdict) for pair in found.pairs] == [("ddp → fsdp", "slower")]
         assert found.remarks == []
         (same_blocks,) = match(before("ddp"), before("fsdp", 0.999)).pairs
         assert (same_blocks.known.is_paired, same_blocks.verdict) == (True, "slower")
-
-    def test_what_one_side_has_alone_is_named(self):
         found = match([*before("ddp"), *before("pdp")], [*after("fsdp"), *after("ddp"), *after("tp")])
         assert [pair.label for pair in found.pairs] == ["ddp"]
         assert (found.remarks, status(found, None)) == (["only before: pdp", "only after: fsdp, tp"], 0)
-
-    def test_nothing_in_common(self):
         seeds = [with_option([*before("ddp"), *before("fsdp")], seed=seed) for seed in (1, 2)]
         said = "before: ddp seed=1, fsdp seed=1; after: ddp seed=2, fsdp seed=2; give runs"
         with pytest.raises(Incomparable, match=f"^no configuration is in both: {said}"):
             match(*seeds)
+        sides = [[*of("ddp"), *of("ddp", model="toy")] for of in (before, after)]
+        assert [pair.label for pair in match(*sides).pairs] == ["gpt_tiny ddp", "toy ddp"]
 
     @pytest.mark.parametrize("names", [["ddp"], ["ddp", "fsdp"]])
     def test_other_work_is_refused(self, names):
@@ -69,10 +66,6 @@ class TestMatch:
 
         with pytest.raises(Incomparable, match="they did other work, precision=fp32 and precision=bf16; give runs of"):
             match(runs(before, "fp32"), runs(after, "bf16"))
-
-    def test_models_are_named_where_there_are_several(self):
-        sides = [[*of("ddp"), *of("ddp", model="toy")] for of in (before, after)]
-        assert [pair.label for pair in match(*sides).pairs] == ["gpt_tiny ddp", "toy ddp"]
 
     def test_options_that_one_version_alone_has_tell_nothing_apart(self):
         sides = of(before(), ptdbench="1"), of(with_option(after(), new={"option": 1, "other": 2}), ptdbench="2")
@@ -100,7 +93,7 @@ class TestMatch:
         assert many.pairs[0].verdict == "no difference seen"
         assert many.pairs[0].known.detectable > alone.known.detectable
 
-    def test_the_level_holds_for_all_looks_where_both_sides_took_turns(self):
+    def test_the_level_holds_for_all_looks_and_intervals_of_each_side(self):
         def known(**options):
             return match(before(options=options), after(factor=0.98, options=options)).pairs[0].known
 
@@ -108,8 +101,6 @@ class TestMatch:
         assert known(**auto) == known()  # what each sweep looked at was not the difference between them
         once, several = known(series="s"), known(series="s", **auto)
         assert several.low < once.low < once.high < several.high
-
-    def test_so_do_the_intervals_of_each_side(self):
         once, several = (
             re.findall(r" ±(\S*)% ", shown(match(before(options=options), after(factor=0.98, options=options))))
             for options in ({}, {"runs": "auto", "max": 20})
@@ -243,14 +234,12 @@ class TestLosses:
         assert self.judged(one, other)[0] is not None
         assert self.judged(one, [run | changes for run in other])[0] is None
 
-    def test_another_number_of_parameters_is_another_training(self):
+    def test_other_parameters_are_another_training_and_other_configurations_may_differ(self):
         found = match(before(), after("ddp", 1.5, parameters=42))
         assert [status(found, threshold) for threshold in (None, 0.1)] == [0, 1]
         assert shown(found).splitlines()[-1] == "ddp: 1,234,567 parameters before and 42 after"
         assert as_json(found, None)["pairs"][0]["parameters"] == "1,234,567 parameters before and 42 after"
         assert gate(found, 0.1) == ["ddp: fails, because it does not train the same on both sides"]
-
-    def test_two_configurations_may_have_other_losses(self):
         assert self.judged(with_losses(before("ddp"), 2.6), with_losses(after("fsdp"), 2.7))[0] is None
 
 
@@ -267,15 +256,13 @@ class TestText:
         assert row.endswith("slower")
         assert remarks == []
 
-    def test_what_would_have_been_seen_is_said_where_nothing_is(self):
+    def test_what_would_have_been_seen_is_said_unless_hardly_anything_is_known(self):
         found = match(before(), after())
         known = found.pairs[0].known
         seen = f"{known.detectable:.1%} detectable (90% power)"
         assert shown(found).splitlines()[-1] == f"ddp: {seen}, 5 runs each, not paired: they were not run in turn"
         paired = match(before(), before("fsdp", rates=STEADY[::-1]))
         assert shown(paired).splitlines()[-1].endswith(", 5 runs each, paired by block")
-
-    def test_what_is_hardly_known_at_all_is_said_without_figures(self):
         wild = [1000.0, 10.0, 100000.0]
         text = shown(match(before(rates=wild), after(rates=wild)))
         assert text.count("±>100%") == 3
@@ -289,12 +276,10 @@ class TestText:
         assert "ddp: no run is ok on either side" in text.splitlines()
         assert "repeat" not in text
 
-    def test_why_runs_fail_and_what_is_missing(self):
+    def test_failures_what_is_missing_and_the_environments_are_told(self):
         text = shown(match([*before("ddp"), *before("fsdp")], [failed("ddp", "broken")]))
         told = ["ddp after: 1 of 1 run: failed on rank 1: RuntimeError: broken", "only before: fsdp"]
         assert text.splitlines()[-2:] == told
-
-    def test_the_environments_are_compared(self):
         sides = of(before(), torch="2.7.0", python="3.12"), of(after(), torch="2.8.0", python="3.12")
         assert shown(match(*sides)).splitlines()[-1] == "environment: torch 2.7.0 → 2.8.0"
         assert "environment" not in shown(match(sides[0], [one | {"directory": "x"} for one in sides[0]]))
@@ -313,23 +298,19 @@ class TestText:
             "environment: git_commit aaaaaaaaaa → bbbbbbbbbb; cores 64 → 2; OMP_NUM_THREADS 8 → 1; NCCL none → Ring",
         ]
 
-    def test_what_was_measured_beside_other_load_is_named(self):
+    def test_other_load_is_named_and_intervals_are_those_of_the_table(self):
         load = [{"node": "n1", "cores": 2, "taken": 1.5, "gpu_ranks": [], "on_gpu": False}]
         found = match(before(), [*after(rates=STEADY[1:]), *after(rates=STEADY[:1], hardware={"other_load": load})])
         assert shown(found).splitlines()[-1] == "other processes took 1.5 of 2 cores during ddp after (1 of 5 runs)"
-
-    def test_a_throughput_has_the_interval_that_the_table_of_its_side_has(self):
         side = [*before(rates=STEADY[:3]), *before("fsdp", rates=[1000.0, 1100.0, 900.0]), *before("pdp", 0.5)]
         rows = [place for ranking in of_models(group(side)) for place in ranking.places]
         expected = {place.alternative.median_run.parallel: f"±{place.margin:.1%}" for place in rows}
         text = shown(match(side, after(rates=STEADY[:3])))
         assert re.search(r"^ddp .*?(±\S*)", text, re.MULTILINE)[1] == expected["ddp"]
 
-    def test_full_hashes_of_commits_are_shortened_in_headings(self):
+    def test_commits_are_shortened_and_samples_named(self):
         heading = render(match(before(), after()), ("a" * 40, "b" * 40), 200).splitlines()[0]
         assert "  aaaaaaaaaa tokens/s  bbbbbbbbbb tokens/s  " in heading
-
-    def test_samples_are_named_where_they_are_not_tokens(self):
         text = shown(match([run("ddp", None)], [run("ddp", None, directory="other")]))
         assert "before samples/s" in text
 

@@ -36,7 +36,7 @@ FIELDS = {
 RUN = made(FIELDS)
 
 
-def test_one_run_is_explained_by_its_ranks_kernels_and_messages():
+def test_a_run_and_a_plan_of_some_passes_are_explained_by_kernels_and_messages():
     lines = virtual.explained(RUN, "fsdp", 140).splitlines()
     assert lines[0] == "fsdp on virtual NVIDIA H200, ranks 0, 131 of 256"
     assert lines[3].split() == ["0", "3", "GiB", "4", "GiB", "1", "GiB", "2", "GiB"]
@@ -44,9 +44,6 @@ def test_one_run_is_explained_by_its_ranks_kernels_and_messages():
     assert lines[-4].split() == ["all_gather", "4", "1,000", "1,000"]
     assert lines[-3].split() == ["send", "2", "-", "-"]
     assert lines[-1] == "the host launched a step in 34 ms, beside the other ranks on this machine"
-
-
-def test_a_plan_of_some_passes_has_the_kernels_and_messages_of_these():
     plan = RUN | {"kind": "planned", "plan": {"accumulation": 2}}
     told = virtual.explained(plan | {"layout": {"accumulation": 8}}, "fsdp", 140)
     for words in ("kernels in ", "messages of ", "the host launched "):
@@ -54,15 +51,12 @@ def test_a_plan_of_some_passes_has_the_kernels_and_messages_of_these():
         assert f"{words}a step" in virtual.explained(plan | {"layout": {"accumulation": 2}}, "fsdp", 140)
 
 
-def test_experts_in_turn_are_told():
+def test_experts_and_convolutions_of_virtual_runs_are_told():
     of_experts = RUN | {"config": {"model": {"router": {"balance": "loss"}}}}
     told = "experts take turns by position, as with model.router.balance=forced"
     assert told in virtual.explained(of_experts, "ep", 140)
     assert sum(told in line for line in virtual.remarks([of_experts, of_experts, RUN])) == 1
     assert told not in virtual.explained(RUN, "fsdp", 140)
-
-
-def test_convolutions_need_more_than_is_known():
     of_images = RUN | {"virtual": {**RUN["virtual"], "kernels": {"convolution": [0, 3]}}}
     told = "convolutions have no workspaces"
     assert told in virtual.explained(of_images, "ddp", 140)
@@ -70,13 +64,10 @@ def test_convolutions_need_more_than_is_known():
     assert told not in virtual.explained(RUN, "ddp", 140)
 
 
-def test_what_came_to_its_end_without_a_throughput_gives_no_reason():
+def test_what_is_not_known_has_its_reason_and_what_is_over_none():
     ended = [run(name, kind=kind, metrics=None) for name, kind in (("ddp", "virtual"), ("fsdp", "planned"))]
     assert "no reason on record" not in render(ended)
     assert "ddp: ok: no reason on record" in render([run(metrics=None)])
-
-
-def test_why_kernels_are_not_known_stands_in_their_place():
     found = virtual.explained(RUN | {"virtual": {**RUN["virtual"], "reason": "profile.steps=0"}}, "fsdp", 140)
     assert "no kernels and no messages: profile.steps=0" in found
     assert "all_gather" not in found

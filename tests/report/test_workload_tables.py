@@ -20,7 +20,6 @@ from tests.report.made import made
 
 
 def cells(text, beginning):
-    """The cells of the only line that begins so."""
     (line,) = [line for line in text.splitlines() if line.startswith(beginning)]
     return re.split(r"\s{2,}", line.strip())
 
@@ -145,15 +144,13 @@ def collectives(*results, **changes):
 
 
 class TestCollectives:
-    def test_the_figures_of_a_size(self):
+    def test_the_figures_of_a_size_with_their_definitions(self):
         text = collectives(collective(), collective("barrier"))
         assert text.startswith("1 group of 4 ranks; every result was checked\n")
         assert cells(text, "all_reduce fp32 sum blocking") == [
             "all_reduce fp32 sum blocking", "1 MiB", "1.00 ms", "900 µs", "2.00 ms", "2.00", "3.00",
         ]  # fmt: skip
         assert cells(text, "barrier blocking") == ["barrier blocking", "-", "1.00 ms", "900 µs", "2.00 ms", "-", "-"]
-
-    def test_definitions_stand_beside_the_figures(self):
         text = collectives(collective(), collective("gather"), collective("all_gather"))
         assert "algbw = bytes / median seconds, after nccl-tests, doc/PERFORMANCE.md; n = 4 ranks" in text
         assert "busbw = algbw * 2(n-1)/n: all_reduce" in text
@@ -216,13 +213,11 @@ class TestLinks:
         assert len(first) == 13
         assert "both directions at once, the 10 slowest of 66 pairs" in text
 
-    def test_overlap_says_what_is_hidden(self):
+    def test_overlap_says_what_is_hidden_and_nothing_measured_is_no_error(self):
         times = {"communication": 1e-3, "computation": 1e-3, "together": 1.5e-3, "hidden": 0.5}
         found = p2p(2, overlap=[{"ranks": [0, 1], "bytes": 2**20, **times}])
         text = p2p_tables(convert(found, P2P), 100)
         assert cells(text.split("\n\n")[-1], "0 and 1") == ["0 and 1", "1 MiB", "1.00 ms", "1.00 ms", "1.50 ms", "50%"]
-
-    def test_nothing_measured_is_no_error(self):
         nothing = {"source": 0, "target": 1, "latency": None, "bandwidth": None, "fit": None, "sizes": []}
         cut = [{"source": 0, "target": 1, "from_bytes": 8, "reason": "too long"}]
         found = {"pairs": [nothing], "both": [{"ranks": [0, 1], "sizes": []}], "overlap": [], "cut": cut}
@@ -269,7 +264,7 @@ class TestCheck:
             "verdict       sound (tolerance 5%)",
         ]
 
-    def test_every_finding_has_a_line_after_the_verdict(self):
+    def test_findings_fold_after_the_verdict_and_a_busy_machine_is_called_so(self):
         lines = verdict("rank 1 is slow", "torch differs", attempts=5)
         again = "what looked slow was measured 5 times, and the best counts"
         assert lines[-3:] == [
@@ -277,13 +272,9 @@ class TestCheck:
             "  - rank 1 is slow",
             "  - torch differs",
         ]
-
-    def test_a_busy_machine_is_called_so(self):
         busy = "other processes took 1.1 of 2 cores; measure again on a quiet machine"
         lines = verdict("rank 1 is slow", verdict="busy", busy=busy)
         assert lines[-2:] == [f"verdict       busy: {busy} (tolerance 5%)", "  - rank 1 is slow"]
-
-    def test_long_findings_fold_and_lose_nothing(self):
         text = "\n".join(verdict("a word " * 60, width=80))
         assert text.count("word") == 60
         assert max(len(line) for line in text.partition("verdict")[2].splitlines()) <= 80

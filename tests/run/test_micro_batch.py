@@ -60,7 +60,6 @@ def size_of(fields: Mapping[str, Any]) -> int:
 
 
 def idle(directory: Path, asked: Config, steps: JobSteps | None = None) -> Finder:
-    """One that carries nothing out."""
     return Finder(directory, asked, Heading("toy"), lambda *_: None, lambda _: None, steps)
 
 
@@ -108,12 +107,9 @@ def test_one_that_accumulates_nothing_fits_where_whole_gradients_do_not(tmp_path
     assert [one["micro_batch"] for one in search["micro_batch"]["tries"]] == [1, 8]
 
 
-def test_none_fits(tmp_path, room):
+def test_none_fits_and_what_fails_otherwise_is_no_matter_of_memory(tmp_path, room):
     with pytest.raises(MemoryError, match=r"not even micro-batch 1 fits into 1\.0 GiB: it needs 1\.2 GiB"):
         found(tmp_path, of_memory(lambda size: 600 + size), "train.micro_batch=max")
-
-
-def test_what_fails_for_another_reason_is_no_matter_of_memory(tmp_path, room):
     error = {"rank": 1, "type": "ValueError", "message": "no such layer", "traceback": ""}
     with pytest.raises(Broken, match="the trial run of micro-batch 1 ended without a result: failed on rank 1:"):
         found(tmp_path, lambda *_: {"status": "failed", "error": error}, "train.micro_batch=max")
@@ -176,14 +172,11 @@ def test_a_try_without_a_throughput_is_no_slow_one(tmp_path, room):
         found(tmp_path, of_memory(lambda _: 1), "train.global_batch=16", "train.micro_batch=best")
 
 
-def test_a_run_that_goes_on_tries_beside_what_was_tried_before(tmp_path, room):
+def test_what_earlier_tries_found_counts_for_the_same_ranks(tmp_path, room):
     made = of_memory(lambda size: 100 + size)
     for _ in range(2):
         assert found(tmp_path, made, "train.global_batch=16", "train.micro_batch=max")["layout"]["micro_batch"] == 8
     assert len([*tmp_path.glob("tries/*/record.json")]) == 4
-
-
-def test_a_number_found_for_other_ranks_is_not_taken_over(tmp_path):
     finder = idle(tmp_path, read(*TOY, "train.global_batch=16", "train.micro_batch=max"))
     assert finder.given(16) is None
     assert size_of(finder.given(8)) == 8
@@ -219,15 +212,12 @@ def test_what_nccl_takes_beside_the_allocator_counts_on_virtual_gpus(tmp_path):
     assert finder._needed(4, metrics) == 6 * MIB + NCCL_BUFFERS
 
 
-def test_a_step_that_leaves_no_word_is_no_matter_of_memory(tmp_path):
+def test_a_step_without_a_word_and_a_job_that_queues_again(tmp_path):
     steps = of_job(tmp_path, ["sh", "-c", "exit 3"], "train.micro_batch=max")
     assert not find_micro_batch(tmp_path, steps)
     written = store.load_record(tmp_path)
     assert (written["status"], written["error"]["type"]) == ("failed", "Broken")
     assert "failed: Gone: its step ended with exit status 3 and without a result" in written["error"]["message"]
-
-
-def test_a_try_of_a_job_that_queues_up_again_needs_no_checkpoint():
     asked = read(*TOY, "cluster=slurm", "cluster.requeue=true", "checkpoint.every_steps=2")
     assert run_spec.specify(asked.changed(try_options(asked)), World(0, 2, 0, 2, "SLURM"))
 

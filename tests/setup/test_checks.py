@@ -22,8 +22,6 @@ SMALL = ("model=gpt_small", "model.vocabulary=50257", "device=cpu")
 
 @pytest.fixture
 def host(monkeypatch):
-    """Gives this machine a memory of so many GiB."""
-
     def has(total: float, available: float) -> None:
         memory = HostMemory(int(total * GIB), int(available * GIB))
         monkeypatch.setattr(checks, "host_memory", lambda: memory)
@@ -38,14 +36,11 @@ def warning(*overrides: str, world: World | None = None, gpus: int | None = None
 refused = partial(refusal_of, warning)
 
 
-def test_what_does_not_fit_is_refused_with_the_figures_and_what_to_try(host):
+def test_what_does_not_fit_is_refused_and_what_is_close_a_warning(host):
     host(total=4, available=3)
     told = "model=gpt_small: … 1.9 GiB a rank, 3.7 GiB on 2 ranks, … has 2.6 GiB for it (3.0 GiB …); try parallel=fsdp"
     assert refused(*SMALL, "parallel=ddp") == Abridged(told)
     assert warning(*SMALL, "parallel=fsdp") is None
-
-
-def test_what_is_close_is_a_warning(host):
     host(total=4, available=2.5)
     told = "gpt_small fsdp: … take 0.9 GiB a rank, 1.9 GiB on 2 ranks, of 2.1 GiB that this machine has for it; …"
     assert warning(*SMALL, "parallel=fsdp") == Abridged(told)

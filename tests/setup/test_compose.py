@@ -49,30 +49,24 @@ class TestJobs:
             hydra.job.num = 0
         assert Path(hydra.sweep.subdir).name == hydra.sweep.subdir
 
-    def test_a_sweep_is_every_combination_the_last_list_running_fastest(self):
+    def test_a_sweep_is_every_combination_in_hydras_order(self):
         options = ["model=toy,gpt_tiny", "parallel=ddp,pdp", "train.steps=5", "hydra.sweep.dir=here"]
         composed = compose(*options, multirun=True)
         assert labels(composed) == [
             ("toy", "ddp", 5), ("toy", "pdp", 5), ("gpt_tiny", "ddp", 5), ("gpt_tiny", "pdp", 5),
         ]  # fmt: skip
         assert (composed.is_sweep, composed.hydra.sweep.dir) == (True, "here")
-
-    def test_they_are_those_that_hydra_will_run_in_its_order(self):
         words = ["seed=1,2", "+model.depth=choice(4,5)", "parallel=ddp,pdp", "~eval", "data@x=range(0,2)", "seed=3,4"]
         parsed = OverridesParser.create().parse_overrides(words)
         assert _jobs(parsed) == BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
 
-    def test_a_list_that_is_shuffled_has_each_value_once_and_one_order(self):
+    def test_a_shuffled_list_and_a_glob_and_the_data_of_a_model(self):
         composed, again = (compose("seed=shuffle(range(1,7))", multirun=True) for _ in range(2))
         seeds = [job.seed for job in composed.wholes]
         assert sorted(seeds) == [1, 2, 3, 4, 5, 6] != seeds
         assert composed.overrides == again.overrides == [[f"seed={seed}"] for seed in seeds]
-
-    def test_a_glob_is_every_choice_there_is(self):
         found = {job.parallel.name for job in compose("parallel=glob(*)", multirun=True).wholes}
         assert found == {path.stem for path in (CONF / "parallel").iterdir()}
-
-    def test_models_bring_the_data_that_suit_them_and_the_command_line_wins(self):
         assert compose("model=resnet18").wholes[0].data.name == "synthetic_images"
         assert compose("model=toy", "data=text").wholes[0].data.name == "text"
 
@@ -115,11 +109,9 @@ class TestMisspellings:
         (line,) = refused(override)
         assert re.fullmatch(rf"{override}: there is no such choice; try (\w+, )*{meant}(, \w+)*", line)
 
-    def test_parts_that_a_person_does_not_set_are_not_offered(self):
+    def test_what_nobody_sets_is_not_offered_and_all_come_at_once_also_in_a_sweep(self):
         found = refused("optimizer.nam=x", "optimizer.partial=true", "optimizer.target=x")
         assert not re.search(r": .*(name\b|_target_|_partial_)", "\n".join(found))
-
-    def test_all_at_once_also_in_the_middle_of_a_sweep(self):
         found = refused("model=toy,gpt_tyny,gpt_tiny", "parallel=pddp", "train.stepz=3", "seed=1", multirun=True)
         assert [line.partition(":")[0] for line in found] == ["model=gpt_tyny", "parallel=pddp", "train.stepz=3"]
 
@@ -193,8 +185,6 @@ TOY = "name: toy\n_target_: ptdbench.models.toy.Toy\ninputs: 32\nwidth: 64\noutp
 
 
 class TestFolderOfOnesOwn:
-    """``--config-dir``, and what may be wrong with the files in it."""
-
     @staticmethod
     def refused(folder: Path, *overrides: str) -> str:
         (line,) = refusal_of(compose_all, overrides, False, Source(CONF, extra=str(folder))).splitlines()

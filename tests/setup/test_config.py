@@ -11,7 +11,6 @@ from tests.refusals import Abridged, refusal_of
 
 
 def problems_of(part: str, *overrides: str) -> list[str]:
-    """What is told when a part of the configuration is asked for."""
     asked = read(*overrides)
     ask = asked.call if part in config.CALLS else partial(getattr, asked)
     return refusal_of(ask, part).splitlines()
@@ -139,13 +138,11 @@ def test_a_group_that_is_not_one_is_explained(override):
 
 
 class TestResolve:
-    def test_interpolations_become_values_in_plain_containers(self):
+    def test_interpolations_become_values_unless_they_lead_nowhere(self):
         found = config.resolve(composed("model=toy", "model.inputs=5", "seed=3"))
         assert (found["data"]["inputs"], found["data"]["outputs"], found["data"]["seed"]) == (5, 8, 3)
         assert (type(found["optimizer"]), type(found["optimizer"]["betas"])) == (dict, list)
-
-    def test_what_leads_nowhere_stays_as_it_is_written(self):
-        """A run that is refused has a record too, and that holds the configuration."""
+        # A run that is refused has a record too, and that holds the configuration.
         resolved = config.resolve(composed("seed=${sead}", "optimizer.betas=['${nowhere}',1]", "model.heads=???"))
         assert resolved["seed"] == "${sead}"
         assert resolved["data"]["seed"] == "${seed}"  # which is there, and leads on to nowhere

@@ -42,21 +42,16 @@ def test_what_would_do_nothing(typed):
     assert refused(*typed.split()) == Abridged(TOLD[typed])
 
 
-def test_the_directory_of_a_run_is_not_that_of_a_sweep():
+def test_directories_of_runs_and_sweeps_and_defaults_that_are_typed():
     told = "hydra.run.dir=x: is for single runs, and this is a sweep; try hydra.sweep.dir=x"
     assert refused("hydra.run.dir=x", "hydra.mode=MULTIRUN") == told
     composed = compose_all(["model=toy", "hydra.run.dir=x", "hydra.mode=MULTIRUN"])
     hydra_options.check(composed, None, Path("x"))  # a sweep begun so goes on
-
-
-def test_what_is_typed_as_it_is_by_default():
     composed = compose_all(["model=toy", "hydra.job.chdir=false", "hydra.verbose=false", "hydra/job_logging=none"])
     hydra_options.check(composed, None, None)
 
 
 class TestResourcesOfJobs:
-    """What users of hydra-submitit-launcher type or write."""
-
     RULE = "the resources of a job are set in the group cluster only"
 
     @pytest.mark.parametrize(
@@ -127,8 +122,6 @@ def test_a_directory_that_is_not_used_may_refer_to_nothing():
 
 
 class TestSearch:
-    """What would make Optuna lose its way, and what it is set to."""
-
     WORDS = ("hydra/sweeper=optuna", "hydra.mode=MULTIRUN", "seed=1,2")
 
     @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ hydra.main(version_base="1.3", config_path={conf!r}, config_name="config")(lambd
 
 @pytest.fixture
 def by_hydra(tmp_path, environ):
-    """Carry out a command line by Hydra alone, below a folder."""
-
     def it(*words: str) -> Path:
         (tmp_path / "program.py").write_text(PROGRAM.format(conf=str(ROOT / "conf")))
         (tmp_path / "theirs").mkdir()
@@ -121,14 +119,11 @@ def test_a_folder_of_runs_is_no_sweep_that_could_go_on(tmp_path):
         hydra_output.claim(compose_all(["model=toy", f"hydra.run.dir={tmp_path}"]), None)
 
 
-def test_a_home_directory_that_no_shell_has_filled_in(tmp_path, monkeypatch):
+def test_a_home_directory_is_filled_in_and_one_with_pluses_is_typed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert hydra_output.claim(compose_all(["model=toy", "hydra.run.dir='~/run'"]), None) == Path.home() / "run"
     assert resume.read(["resume=~/run"], False, None).goes_on == Path.home() / "run"
-
-
-def test_a_directory_that_is_typed_with_pluses_is_typed(tmp_path):
     words = ["model=toy", f"++hydra.run.dir={tmp_path}/run"]
     hydra_output.claim(compose_all(words), None)
     rule = "another process is writing its results there; wait for it, or give another directory"

@@ -19,7 +19,6 @@ def layout(**degrees: int) -> dict[str, Any]:
 
 
 def checkpoint(world_size: int, *layouts: dict[str, Any]) -> Manifest:
-    """One after step 3, by a run with these starts."""
     facts = {"segments": [{"first_step": 0, "steps": 3, "layout": one} for one in layouts]} if layouts else {}
     return Manifest(3, world_size, {"name": "toy"}, facts, {}, "2.14", 0.0)
 

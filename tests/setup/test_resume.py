@@ -40,7 +40,6 @@ class TestLine:
         return directory
 
     def submitted(self, tmp_path: Path, *overrides: str) -> Path:
-        """A sweep on SLURM with one run."""
         cluster = {"cluster": {"name": "slurm", "submit": "wait"}}
         run = self.begun(tmp_path / "sweep" / "0_toy_ddp", ["cluster=slurm", "model=toy"], config=cluster)
         job = ledger.Job(0, "ptdbench-x", None, "7", "toy_ddp", "1 node", [], "0_toy_ddp", "logs/7")
@@ -255,7 +254,6 @@ def ended(tmp_path: Path) -> Path:
 
 class TestRefused:
     def refused(self, *arguments: str, cwd: Path) -> str:
-        """The only line that is said."""
         done = forked.train_py(*arguments, cwd=cwd)
         assert done.returncode == 1
         assert not (cwd / "outputs").exists()

@@ -34,30 +34,24 @@ def rank_of(size: int, local_size: int | None = None) -> World:
 
 
 class TestSound:
-    def test_the_defaults_are_two_replicas_over_gloo(self):
+    def test_the_defaults_are_two_replicas_over_gloo_and_the_model_costs_nothing_yet(self):
         made = make()
         assert (made.device_type, made.backend) == ("cpu", "gloo")
         assert (made.training.layout.dims, made.training.layout.micro_batch) == (Dims(replicate=2), 8)
         assert made.device(1) == torch.device("cpu")
-
-    def test_what_is_offloaded_has_a_way_to_other_ranks(self):
         made = make("parallel=fsdp", "offload=optimizer_and_weights")
         assert made.backends == "gloo"
         assert replace(made, backend="nccl").backends == "cpu:gloo,cuda:nccl"
         assert replace(make("parallel=fsdp"), backend="nccl").backends == "nccl"
-
-    def test_the_model_costs_nothing_yet(self):
         made = make("model=gpt_1t")
         assert made.summary.fields["parameters"] > 1e12
         assert all(tensor.is_meta for tensor in made.training.model.state_dict().values())
 
-    def test_flops_are_the_models_own_which_need_not_say_what_is_masked(self, monkeypatch):
+    def test_flops_are_the_models_own_or_have_a_reason(self, monkeypatch):
         training = make("model=toy", "model.inputs=6", "model.width=5", "model.outputs=4", "model.layers=3").training
         assert Flops.of(training.model) == Flops(4 * 6 * 5 + 6 * 5 * 5 + 6 * 5 * 4, masked=0.0)
         monkeypatch.delattr(Toy, "masked_flops")
         assert Flops.of(make("model=toy").training.model).masked is None
-
-    def test_flops_that_nobody_knows_have_a_reason(self):
         flops = Flops.of(make(*custom("unfathomable")).training.model)
         assert flops.per_sample is None
         assert "meta" in flops.reason
@@ -94,7 +88,7 @@ TOLD = {
     "train.global_batch=17": "must be a multiple of the number of data-parallel replicas, 2; try 16, 18",
     "parallel=pdp cluster.ranks_per_node=8 parallel.pipeline=8": "… the model's 4 layers; try 2, 4",
     "data.path=/no/such/books": "there is no such file or folder",
-    "offload=optimizer_and_weights": "needs sharded weights, …; try parallel=fsdp,hsdp",
+    "data=synthetic_images": "does not suit model=gpt_tiny: …",
     "parallel=fsdp parallel.reshard_after_forward=half": "must be true or false or a whole number",
     "precision=fp16 parallel.gradients=powersgd": "does not work with loss scaling: …; try auto, or precision=bf16",
     "cluster.nodes=2": "this machine is one node; try 1, cluster=slurm, or srun, …",
@@ -198,10 +192,6 @@ class TestRefused:
         told = "parallel.pipeline=2: replicate(auto) x pipeline(2) must equal the number of ranks, 3; try 3"
         assert refused("parallel=pdp", "parallel.pipeline=2", world=rank_of(3)) == [told]
 
-    def test_data_that_do_not_suit_the_model(self):
-        told = "data=synthetic_images: does not suit model=gpt_tiny: …"
-        assert refused("data=synthetic_images") == [Abridged(told)]
-
     def test_everything_at_once_as_far_as_it_can_be_judged(self):
         wrong = ["precision=fp4", "train.global_batch=17", "model.heads=3", "optimizer.lr=-1"]
         names = ["precision", "model.heads", "optimizer"]
@@ -217,12 +207,11 @@ class TestRefused:
         make(f"train.global_batch={batch}")
 
 
-class TestDataOfTheUser:
-    def test_what_the_protocol_would_have_given_it_is_named(self):
-        target = f"{__name__}.Duck"
-        options = ("data=synthetic_vectors", "~data.inputs", "~data.outputs", f"data._target_={target}")
-        told = f"data._target_={target}: has no workers, held_out, identity, prepare; derive it from ptdbench.…"
-        assert refused("model=toy", *options) == [Abridged(told)]
+def test_what_the_protocol_would_have_given_it_is_named():
+    target = f"{__name__}.Duck"
+    options = ("data=synthetic_vectors", "~data.inputs", "~data.outputs", f"data._target_={target}")
+    told = f"data._target_={target}: has no workers, held_out, identity, prepare; derive it from ptdbench.…"
+    assert refused("model=toy", *options) == [Abridged(told)]
 
 
 class TestUpdatesOfTheUser:
@@ -255,8 +244,6 @@ class TestUpdatesOfTheUser:
 
 
 def by_method() -> nn.Module:
-    """Calls its layers by a method of theirs."""
-
     class Layer(nn.Linear):
         run = nn.Linear.forward
 
@@ -269,8 +256,6 @@ def by_method() -> nn.Module:
 
 
 def counts() -> nn.Module:
-    """Counts its passes around its layers and in them."""
-
     def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
         self.passes += 1
         for layer in getattr(self, "layers", [self.linear]):
@@ -406,15 +391,11 @@ VECTORS = ("data=synthetic_vectors", "data.inputs=4", "data.outputs=4")
 
 
 class Rateless(torch.optim.Optimizer):
-    """Needs no rate."""
-
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {})
 
 
 class Counter(torch.optim.SGD):
-    """Counts its steps for each weight."""
-
     def step(self, closure: Any = None) -> None:
         super().step()
         for weight in self.param_groups[0]["params"]:
@@ -431,8 +412,6 @@ class GroupCounter(torch.optim.SGD):
 
 
 class Duck:
-    """Data with what everybody thinks of."""
-
     tokens_per_sample = None
 
     def __init__(self, seed):
@@ -511,12 +490,18 @@ class TestVirtual:
 
     made = staticmethod(partial(make, device="auto"))
 
-    def test_there_are_as_many_as_are_asked_for_and_else_two(self):
+    def test_there_are_as_many_as_asked_for_of_its_memory_started_by_nobody_else(self):
         made = self.made("virtual=h100")
         assert (made.device_type, made.backend, made.world_size) == ("cuda", "nccl", 2)
         made = self.made("virtual=h100", "cluster.nodes=4", "cluster.ranks_per_node=8", "train.global_batch=32")
         assert (made.world_size, made.summary.fields["kind"]) == (32, "virtual")
         assert self.made("parallel=single", "virtual=a100").world_size == 1
+        asked = read("model=gpt_13b", "parallel=single", "virtual=a100")
+        with pytest.raises(ConfigError, match=r"its GPU has 70\.9 GiB for it \(virtual NVIDIA A100-SXM4-80GB: of 79"):
+            run_spec.summarize(asked, None)
+        told = "virtual=h100: …, and torchrun has started these; run it without torchrun"
+        assert refused("virtual=h100", device="auto", world=rank_of(2)) == [Abridged(told)]
+        assert self.made("virtual=h100", world=replace(rank_of(2), launcher="local")).world_size == 2
 
     def test_a_run_on_real_devices_has_nothing_of_it_in_its_configuration(self):
         made = make("virtual=none")
@@ -524,11 +509,6 @@ class TestVirtual:
         assert "virtual" not in made.config.resolved
         assert "kind" not in made.summary.fields
         assert run_spec.place(made.config, 2) == THIS_MACHINE
-
-    def test_its_memory_is_that_of_the_gpu(self):
-        asked = read("model=gpt_13b", "parallel=single", "virtual=a100")
-        with pytest.raises(ConfigError, match=r"its GPU has 70\.9 GiB for it \(virtual NVIDIA A100-SXM4-80GB: of 79"):
-            run_spec.summarize(asked, None)
 
     def test_torch_has_kernels_for_it(self, monkeypatch):
         monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
@@ -538,8 +518,3 @@ class TestVirtual:
         assert refused("virtual=v100", device="auto") == [Abridged(told)]
         for name in ("a100", "h100", "h200", "b200"):
             self.made(f"virtual={name}")
-
-    def test_its_ranks_are_started_by_nobody_else(self):
-        told = "virtual=h100: …, and torchrun has started these; run it without torchrun"
-        assert refused("virtual=h100", device="auto", world=rank_of(2)) == [Abridged(told)]
-        assert self.made("virtual=h100", world=replace(rank_of(2), launcher="local")).world_size == 2

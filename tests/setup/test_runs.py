@@ -33,13 +33,11 @@ class TestOrder:
         slowed = [sum(place for place, (other, _) in enumerate(ordered) if other == number) for number in range(5)]
         assert len(set(slowed)) == 1
 
-    def test_the_order_is_drawn_anew_for_each_two_blocks_and_by_the_seed(self):
+    def test_the_order_is_drawn_by_the_seed_and_stays_where_blocks_are_added(self):
         orders = [tuple(numbers) for numbers in in_blocks(order(6, repeat(20))).values()]
         assert len(set(orders)) > 15
         assert order(6, repeat(20)) == order(6, repeat(20))
         assert order(6, repeat(20, seed=1)) != order(6, repeat(20))
-
-    def test_more_blocks_leave_those_that_there_are_as_they_were(self):
         assert order(3, repeat(5))[:6] == order(3, repeat(2))
         assert order(3, repeat("auto", most=5)) == order(3, repeat(5))
 

@@ -67,12 +67,10 @@ def test_everything_is_told_at_once():
     ]
 
 
-def test_classes_are_judged_by_their_constructor_without_what_the_program_passes_itself():
+def test_constructors_are_judged_by_what_can_be_seen_of_them():
     assert told(Class, {"size": "big"}) == ["size=big: must be a whole number", "params=(not set): must be given"]
     assert told(Class, {"size": 1, "param": 1}, given=["params"]) == ["param=1: there is no such option"]
 
-
-def test_strangers_without_readable_annotations_or_signature_are_judged_by_what_can_be_seen():
     def anything(**options: int) -> None: ...
 
     def unreadable(size: NoSuchName) -> None: ...  # type: ignore[name-defined]  # noqa: F821
@@ -80,9 +78,6 @@ def test_strangers_without_readable_annotations_or_signature_are_judged_by_what_
     assert told(unreadable, {"size": object()}) == []
     assert told(unreadable, {"sise": 1})[0].startswith("sise=1: there is no such option")
     assert told(anything, {"whatever": 1}) == told(collections.OrderedDict, {"a": 1}) == []
-
-
-def test_the_types_of_an_optimizer_of_torch_are_checked():
     sound = {"lr": 1e-3, "betas": [0.9, 0.95], "fused": True}
     assert told(torch.optim.AdamW, sound, given=["params"]) == []
     assert told(torch.optim.AdamW, {"lr": "1e-3"}, given=["params"]) == ["lr=1e-3: must be a number"]

@@ -112,7 +112,6 @@ class Directory:
         return jobs
 
     def submit_together(self, count: int) -> list[ledger.Job]:
-        """Runs 0 to ``count - 1`` are submitted as one job, 7."""
         jobs = [
             replace(job, id="7", element=None, step=job.number, log=str(self.path / "logs" / "7" / str(job.number)))
             for job in self.submit(count)
@@ -121,11 +120,9 @@ class Directory:
         return jobs
 
     def tell(self, number: int, progress: Mapping[str, Any]) -> None:
-        """A run that is going on says how far it is."""
         (self.path / f"{number}_toy_ddp" / ownership.PROGRESS).write_text(json.dumps(progress))
 
     def log(self, job: ledger.Job, rank: int, text: str) -> None:
-        """What a rank of a job wrote to standard error."""
         folder = Path(job.log)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{job.id}_{rank}_log.err").write_text(text)
@@ -135,7 +132,6 @@ class Directory:
         self.queue = {f"7{name}": state(f"7{name}", words) for name, words in states.items()}
 
     def results(self) -> list[Mapping[str, Any]]:
-        """The results of the sweep."""
         return [record.written for record in store.read_results(self.path)]
 
 
@@ -147,7 +143,6 @@ def state(identity: str, words: str, elapsed: int | None = None) -> JobState:
 
 
 def failure(rank: int = 1, kind: str = "RuntimeError", message: str = "on purpose") -> dict[str, Any]:
-    """What a run that failed says of it."""
     traceback = f"Traceback (most recent call last):\n{kind}: {message}\n"
     error = Failure(rank=rank, type=kind, message=message, traceback=traceback, time=0.0, host="vm").as_error()
     return {"status": "failed", "error": error, "steps": None, "metrics": None}

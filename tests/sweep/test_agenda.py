@@ -17,14 +17,11 @@ from tests.refusals import Abridged, refusal_of
 from tests.report.made import made
 
 
-def test_repeats_share_a_title_that_is_made_once(asked, monkeypatch):
+def test_repeats_share_a_title_and_a_search_knows_no_number(asked, monkeypatch, tmp_path):
     eta, counts = SweepEta(asked("seed=0", "repeat.runs=50")), []
     monkeypatch.setattr("ptdbench.sweep.agenda.titles", lambda drafts: counts.append(len(drafts)) or titles(drafts))
     assert [eta.heading(number).title for number in range(3)] == ["toy ddp"] * 3
     assert counts == [1]
-
-
-def test_a_search_does_not_know_how_many_there_will_be(asked, tmp_path):
     runs = asked("seed=0,1")
     agenda = Agenda(tmp_path, runs[:1], searches=True)
     assert str(agenda.eta.heading(0)) == "[1] toy ddp"
@@ -53,7 +50,6 @@ def test_runs_to_come_take_the_mean_of_those_that_ended_well(asked):
 
 
 def done(folder: Path, name: str = "0_toy_ddp", status: str = "ok") -> dict:
-    """The run's record says now how it ended."""
     written = store.load_record(folder / name) | {"status": status, "error": None}
     store.write_record(folder / name, written)
     return written
@@ -100,7 +96,6 @@ def test_a_run_that_was_done_with_other_options_is_done_again_and_says_so(asked,
 
 
 def saved(folder: Path, world_size: int) -> Manifest:
-    """The run has a checkpoint."""
     checkpoint = folder / "0_toy_ddp" / "checkpoints" / "step-00000003"
     checkpoint.mkdir(parents=True)
     checkpoint_dir.write_manifest(checkpoint, was := Manifest(3, world_size, {"name": "toy"}, {}, {}, "2.14", 0.0))
@@ -173,8 +168,6 @@ def test_a_run_that_was_ok_when_its_sweep_was_killed_gets_its_result(asked, tmp_
 class TestRepeats:
     @pytest.fixture
     def agenda(self, asked, tmp_path):
-        """The agenda of a command line."""
-
         def of(*overrides):
             words = ["cluster=slurm", "model=toy", *overrides]
             return Agenda.of(compose_all(words, multirun=True), asked(*overrides), tmp_path, None)
@@ -192,21 +185,16 @@ class TestRepeats:
             written = store.load_record(tmp_path / name)
             assert written["overrides"][-1] == f"repeat.block={number // 2}"
             assert written["config"]["repeat"]["block"] == number // 2
+        named = agenda("parallel=ddp,fsdp", "repeat.runs=2", "hydra.sweep.subdir='${parallel.name}_${repeat.block}'")
+        assert {run.subdirectory for run in named.runs} == {"ddp_0", "ddp_1", "fsdp_0", "fsdp_1"}
 
-    def test_the_name_of_a_directory_may_have_the_block(self, agenda):
-        found = agenda("parallel=ddp,fsdp", "repeat.runs=2", "hydra.sweep.subdir='${parallel.name}_${repeat.block}'")
-        names = {run.subdirectory for run in found.runs}
-        assert names == {"ddp_0", "ddp_1", "fsdp_0", "fsdp_1"}
-
-    def test_they_come_in_one_batch_or_in_batches_of_a_block_where_it_looks_after_each(self, agenda):
+    def test_they_come_in_batches_of_blocks_or_of_jobs_that_they_share(self, agenda):
         found = agenda("parallel=ddp,fsdp", "repeat.runs=4")
         assert (found.batches(None), found.batches(3)) == ([range(8)], [range(3), range(3, 6), range(6, 8)])
         by_block = agenda("parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=4")
         assert by_block.batches(3) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
         assert [by_block.runs[batch[0]].block for batch in by_block.batches(3)] == [0, 1, 2, 3]
         assert agenda("seed=0,1").batches(None) == [range(2)]
-
-    def test_runs_that_share_a_job_are_in_one_batch(self, agenda):
         found = agenda("parallel=ddp,fsdp", "repeat.runs=4", "sweep.same_nodes=true")
         for size, expected in ((None, [8]), (3, [2, 2, 2, 2]), (5, [4, 4]), (1, [2, 2, 2, 2])):
             assert [len(batch) for batch in found.batches(size)] == expected

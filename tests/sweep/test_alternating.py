@@ -49,7 +49,6 @@ def repeat(runs: int | Literal["auto"]) -> Repeat:
 
 
 def started(folder: Path) -> list[tuple[str, str]]:
-    """The side and the block of each start, in their order."""
     lines = (folder / "log").read_text().splitlines()
     return [(Path(line.split()[0]).name, line.partition("repeat.block=")[2].split()[0]) for line in lines]
 
@@ -97,8 +96,6 @@ def carried_out(tmp_path, monkeypatch):
 
 
 class TestAuto:
-    """Until it is settled how the sides compare."""
-
     @pytest.fixture
     def compared(self, carried_out):
         def it(faster, fails=None, **options):

@@ -46,12 +46,9 @@ class TestRefused:
     def test_what_there_cannot_be(self, typed, said):
         assert check(*typed) == Abridged(said)
 
-    def test_repeats_and_no_sweep(self):
-        """As where a file asks for them."""
+    def test_repeats_need_a_sweep_and_somebody_who_waits(self):
         line = "repeat.runs=3: several runs are a sweep; add -m, as in python train.py -m repeat=3"
         assert check("repeat.runs=3", multirun=False) == line
-
-    def test_jobs_whose_results_nobody_waits_for(self):
         assert check("cluster=slurm", "cluster.submit=detach", "repeat=2") is None
         told = Abridged("cluster.submit=detach: repeat.runs=auto needs …; try wait, or a number of repeats")
         assert check("cluster=slurm", "cluster.submit=detach", "repeat=auto") == told
@@ -104,6 +101,8 @@ class TestShown:
              r"# .*\nruns: 5\nmax: 60\ntied_within: 0.02\nseed: 0\nblock: null\nseries: null\n"),
             (["--cfg", "job", "--package", "repeat.runs", "repeat=5", "parallel=ddp,fsdp"],  # of several once each
              r"# run 0: [^#]*# run 1: [^#]*"),
+            (["--cfg", "job", "--package", "cluster.nodes", "cluster=slurm", "cluster.nodes=1,2"],  # and no SLURM
+             r"# run 0: .*\n1\n---\n# run 1: .*\n2\n"),
             (["--help", "repeat=5"], r"ptdbench: [\s\S]*"),
         ],
     )  # fmt: skip

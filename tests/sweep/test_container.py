@@ -57,11 +57,9 @@ class TestEnter:
         outer = ["apptainer", "exec", *gpus, "--bind=/work:/work", "--pwd=/mnt", "--cleanenv", "a.sif"]
         assert step == Step([*outer, *inside("a.sif")], ["--unbuffered"])
 
-    def test_without_an_image_nothing_changes(self):
+    def test_without_an_image_nothing_changes_and_an_installed_ptdbench_is_mounted_alone(self, monkeypatch, tmp_path):
         assert entered(asked(image=None)) is STEP
-
-    def test_an_installed_ptdbench_is_mounted_without_its_neighbours(self, monkeypatch, tmp_path):
-        """The other packages of the machine are not those of the image."""
+        # The other packages of the machine are not those of the image.
         package = tmp_path / "site-packages" / "ptdbench"
         monkeypatch.setattr(container, "PACKAGE", package)
         step = entered(asked())
@@ -81,36 +79,26 @@ class TestFolders:
 
         return it
 
-    def test_what_runs_use(self, read, tmp_path):
+    def test_what_runs_use_and_of_a_log_what_does_not_depend_on_the_job(self, read, tmp_path):
         of_user = tmp_path.parent / f"{tmp_path.name}-cache" / "ptdbench"
         found = container.folders(read("cluster.log=/elsewhere/logs/%j"), Path("/sweeps/today"))
         assert set(found) == {ROOT, tmp_path, of_user, Path("/sweeps/today"), Path("/elsewhere/logs")}
         assert of_user.is_dir()  # what is mounted must exist
-
-    def test_what_lies_in_another_is_mounted_with_it(self, read, tmp_path):
-        assert tmp_path / "outputs" / "x" not in container.folders(read(), tmp_path / "outputs" / "x")
-
-    def test_of_a_log_what_does_not_depend_on_the_job(self, read):
+        assert tmp_path / "outputs" / "x" not in container.folders(read(), tmp_path / "outputs" / "x")  # with tmp_path
+        assert container.folders(read("cluster.container.image=null"), Path("/sweeps/today")) == []
         logs = read("cluster.log=/elsewhere/%j/logs")
         assert Path("/elsewhere") in container.folders(logs, Path("/sweeps/today"))
         assert Path("/elsewhere") not in container.folders(logs, None), "a script by itself has its output here"
 
-    def test_data_of_the_users_own(self, read, tmp_path):
+    def test_data_also_behind_a_link_or_still_to_be_made(self, read, tmp_path):
         books = tmp_path.parent / f"{tmp_path.name}-books"
         books.mkdir()
-        found = container.folders(read("data=text", f"data.path={books}", "data.tokenizer=/no/such/file"), None)
-        assert books in found
-        assert not {Path("/no/such/file"), Path("/")} & {*found}
-
-    @pytest.mark.parametrize("path", ["link/to/be/made", "./link"])
-    def test_data_behind_a_link_or_still_to_be_made(self, read, tmp_path, path):
-        books = tmp_path.parent / f"{tmp_path.name}-books"
-        books.mkdir()
+        mounted = container.folders(read("data=text", f"data.path={books}", "data.tokenizer=/no/such/file"), None)
+        assert books in mounted
+        assert not {Path("/no/such/file"), Path("/")} & {*mounted}
         (tmp_path / "link").symlink_to(books)
-        assert books in container.folders(read("data=cifar10", f"data.root={path}"), None)
-
-    def test_outside_of_containers_nothing(self, read):
-        assert container.folders(read("cluster.container.image=null"), Path("/sweeps/today")) == []
+        for path in ("link/to/be/made", "./link"):
+            assert books in container.folders(read("data=cifar10", f"data.root={path}"), None)
 
 
 class TestRefused:
@@ -122,10 +110,9 @@ class TestRefused:
         assert self.told(PLAIN) == [rule]
         assert self.told(PYXIS) == []
 
+        assert self.told("", image=None, mounts=["data"]) == []  # nothing is asked without an image
+
     @pytest.mark.parametrize("mount", ["data", "/data:mnt", "data:/mnt:ro"])
     def test_mounts_that_are_no_paths(self, mount):
         rule = "must be a path, or HOST:CONTAINER[:ro]; give absolute paths"
         assert self.told(PYXIS, mounts=[mount]) == [f"cluster.container.mounts={mount}: {rule}"]
-
-    def test_nothing_is_asked_without_an_image(self):
-        assert self.told("", image=None, mounts=["data"]) == []

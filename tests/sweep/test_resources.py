@@ -179,22 +179,23 @@ class TestCheck:
         (found,) = problems(extra={flag: value})
         assert found.startswith(f"cluster.extra.{flag}={as_typed(value)}: {said}")
 
-    def test_everything_that_is_wrong_is_said_at_once(self):
+    def test_all_that_is_wrong_is_said_at_once_and_contradictions_also_without_slurm(self):
         found = problems(nodes=9, time_minutes=999, gpus_per_node=7, extra={"time": 1})
         options = {problem.partition("=")[0] for problem in found}
         assert options == {"cluster.nodes", "cluster.time_minutes", "cluster.gpus_per_node", "cluster.extra.time"}
-
-    def test_without_slurm_only_contradictions_are_found(self):
         assert problems(known=[], partition="nowhere", nodes=99, gpus_per_node=8, time_minutes=10**6) == []
         assert len(problems(known=[], gpus_per_node=1, ranks_per_node=2)) == 1
 
 
 class TestFlags:
-    def test_what_is_not_asked_for_is_not_passed(self):
+    def test_what_is_not_asked_for_is_not_passed_and_memory_is_rounded_up(self):
         cluster = asked(gpus_per_node=0, partition="", account="", gres="", extra={"hold": False, "nice": None})
         wanted = {"job_name": "a run", "nodes": 2, "ntasks_per_node": 4, "time": 60}
         kept = {"no_requeue": True}  # else SLURM starts it anew when a node fails
         assert flags(cluster, Shape(2, 4, 0, None), "a run") == wanted | kept
+        # Down would turn the least memory into all of it.
+        assert flags(asked(mem_gb=0.0001), ONE_EACH, "x")["mem"] == "1M"
+        assert flags(asked(mem_gb=0), ONE_EACH, "x")["mem"] == "0M"
 
     def test_every_option_has_its_flag(self):
         options = {
@@ -216,11 +217,6 @@ class TestFlags:
         without = Shape(1, 2, 0, None)
         assert "gres" not in flags(asked(gres="gpu:volta:2"), without, "x")
         assert flags(asked(gres="gpu:volta:2,lscratch:9"), without, "x")["gres"] == "lscratch:9"
-
-    def test_memory_is_rounded_up_to_what_slurm_counts(self):
-        """Down would turn the least memory into all of it."""
-        assert flags(asked(mem_gb=0.0001), ONE_EACH, "x")["mem"] == "1M"
-        assert flags(asked(mem_gb=0), ONE_EACH, "x")["mem"] == "0M"
 
 
 class TestSetup:
@@ -268,17 +264,16 @@ class TestSetup:
         assert ("SLURM_KILL_BAD_EXIT=1" in told, "SRUN_CPUS" in told, "OMP_NUM" in told) == (True, False, False)
 
 
-class TestScript:
-    def test_a_script_that_a_person_can_read(self):
-        cluster = asked(partition="gpu", exclusive=True, srun_args=["--cpu-bind=cores"], setup=["ulimit -l unlimited"])
-        command = ["python", "train.py", "model=gpt_small"]
-        assert script(cluster, Shape(4, 8, 8, 12), "gpt_small ddp", [Step(command)], Output("logs/%j.log")) == (
-            "#!/bin/bash\n# 4 nodes x 8 ranks\n#SBATCH --job-name='gpt_small ddp'\n#SBATCH --partition=gpu\n"
-            "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\n#SBATCH --cpus-per-task=12\n#SBATCH --gpus-per-node=8\n"
-            "#SBATCH --time=60\n#SBATCH --exclusive\n#SBATCH --no-requeue\n#SBATCH --output=logs/%j.log\n\n"
-            "set -e\nexport SLURM_KILL_BAD_EXIT=1\nexport SRUN_CPUS_PER_TASK=12\nexport OMP_NUM_THREADS=12\n"
-            "ulimit -l unlimited\n\nsrun --kill-on-bad-exit=1 --cpu-bind=cores python train.py model=gpt_small\n"
-        )
+def test_a_script_that_a_person_can_read():
+    cluster = asked(partition="gpu", exclusive=True, srun_args=["--cpu-bind=cores"], setup=["ulimit -l unlimited"])
+    command = ["python", "train.py", "model=gpt_small"]
+    assert script(cluster, Shape(4, 8, 8, 12), "gpt_small ddp", [Step(command)], Output("logs/%j.log")) == (
+        "#!/bin/bash\n# 4 nodes x 8 ranks\n#SBATCH --job-name='gpt_small ddp'\n#SBATCH --partition=gpu\n"
+        "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\n#SBATCH --cpus-per-task=12\n#SBATCH --gpus-per-node=8\n"
+        "#SBATCH --time=60\n#SBATCH --exclusive\n#SBATCH --no-requeue\n#SBATCH --output=logs/%j.log\n\n"
+        "set -e\nexport SLURM_KILL_BAD_EXIT=1\nexport SRUN_CPUS_PER_TASK=12\nexport OMP_NUM_THREADS=12\n"
+        "ulimit -l unlimited\n\nsrun --kill-on-bad-exit=1 --cpu-bind=cores python train.py model=gpt_small\n"
+    )
 
 
 class TestRealSlurm:
@@ -347,11 +342,9 @@ class TestSiteFiles:
         assert check(cluster, where, [known]) == []
         return cluster, where
 
-    def test_eight_gpus_on_each_of_four_nodes(self):
+    def test_sites_with_gpus_and_with_modules(self):
         _, where = self.site("site_gpu", Partition("gpu", True, 4, None, (8,), 96), "cluster.nodes=4")
         assert where == Shape(4, 8, 8, 12)
-
-    def test_modules_an_account_and_typed_gpus(self):
         cluster, where = self.site("site_modules", Partition("volta", True, 4, None, (2,), 40))
         found = flags(cluster, where, "x")
         assert (found["account"], found["gres"]) == ("my_project", "gpu:volta:2")

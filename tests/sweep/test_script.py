@@ -23,28 +23,23 @@ def _without_slurm(monkeypatch):
 
 
 def written(*overrides):
-    """The script as its flags and the words of its command."""
     text, _ = requests.write_script(["model=toy", "device=cpu", *overrides])
     return read(text)
 
 
 def read(text):
-    """The same of this script."""
     lines = text.splitlines()
     flags = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     return flags, shlex.split(lines[-1])
 
 
-def test_the_command_asks_for_the_world_of_the_shape():
+def test_the_command_asks_for_the_world_under_a_name_of_one_line():
     flags, command = written("parallel=fsdp", "cluster.nodes=2", "cluster.ranks_per_node=4", "cluster.cpus_per_rank=3")
     assert {"--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=3"} <= set(flags)
     assert command == [
         "srun", "--kill-on-bad-exit=1", sys.executable, str(ROOT / "train.py"), "model=toy", "device=cpu",
         "parallel=fsdp", "cluster.nodes=2", "cluster.ranks_per_node=4", "cluster.cpus_per_rank=3",
     ]  # fmt: skip
-
-
-def test_a_name_of_several_lines_is_one_flag():
     text, _ = requests.write_script(["model=toy", "device=cpu", "model.name='one\ntwo'"])
     assert "#SBATCH --job-name=ptdbench-one-two_ddp" in text.splitlines()
     assert "model.name='one\ntwo'" in shlex.split(text.partition("\nsrun")[2])
@@ -131,23 +126,18 @@ def test_refused(overrides, line):
 class TestForAnotherCluster:
     """What this machine's SLURM has not, another may have: it is told, and the script is written."""
 
-    @pytest.fixture
-    def here(self, monkeypatch):
-        monkeypatch.setattr(slurm, "available", lambda: True)
-        monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 2, 60, (2,), 4)])
-
     def remarks(self, *overrides):
         text, remarks = requests.write_script(["model=toy", *overrides])
         assert "\nsrun " in text
         return remarks
 
-    def test_what_slurm_here_would_refuse_is_a_remark_and_what_it_would_take_is_none(self, here):
+    def test_what_slurm_here_would_refuse_is_a_remark_and_contradictions_stay_refused(self, monkeypatch):
+        monkeypatch.setattr(slurm, "available", lambda: True)
+        monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 2, 60, (2,), 4)])
         assert {"--nodes=3", "--partition=debug"} <= set(written("cluster.nodes=3", "cluster.partition=debug")[0])
         (told,) = self.remarks("device=cpu", "cluster.nodes=3")
         assert told == "not on the SLURM of this machine: cluster.nodes=3: partition debug has 2 nodes; try 2"
         assert self.remarks("cluster.nodes=2") == []
-
-    def test_contradictions_stay_refused(self, here):
         with pytest.raises(ConfigError, match=r"^cluster\.ranks_per_node=3: must not exceed the GPUs of a node"):
             self.remarks("cluster.gpus_per_node=2", "cluster.ranks_per_node=3")
 

@@ -28,7 +28,6 @@ from tests.refusals import Abridged, refusal_of
 
 
 def numbers(runs):
-    """The numbers of the runs of each job of each array."""
     return [[[run.number for run in job] for job in array] for array in arrays(runs)]
 
 
@@ -65,8 +64,6 @@ class TestArrays:
 
 
 class TestSameNodes:
-    """Runs that share a job."""
-
     def test_a_job_for_each_block_of_repeats_and_an_array_of_those_with_as_many_runs(self, asked):
         runs = asked("parallel=ddp,fsdp", "sweep.same_nodes=true", "repeat.runs=3")
         assert numbers(runs) == [[[0, 1], [2, 3], [4, 5]]]
@@ -274,23 +271,18 @@ def test_a_job_gets_the_directory_of_its_run_whose_record_has_the_rest(asked, tm
     assert terminal.command() == "python train.py --config-dir 'my own'"
 
 
-class TestSought:
-    """A micro-batch that is to be found: by the job's script, whose steps have fresh ranks."""
-
-    def test_the_script_searches_before_it_starts_the_ranks_and_says_how_to_start_them(self, asked, tmp_path):
-        runs = asked("train.micro_batch=max", "cluster.nodes=2", "cluster.srun_args=[--label]")
-        *_, last = Array([runs], "toy", tmp_path).script({}).strip().splitlines()
-        search, _, ranks = last.partition(" && ")
-        place, run = "${ptdbench_runs[${SLURM_ARRAY_TASK_ID:-0} * 1 + 0]}", [*search_path.module("ptdbench"), "run"]
-        *words, shape, tries, directory = shlex.split(search)
-        assert (words, shape, directory) == ([sys.executable, "-u", *run], "--shape=2x2x0", place)
-        step = shlex.split(tries.removeprefix("--tries="))
-        assert (step[0], step[-7:]) == ("srun", ["--label", sys.executable, "-u", *run])
-        assert "--open-mode=append" in step
-        assert shlex.split(ranks) == [*step, place]
-
-    def test_runs_that_search_share_no_array_with_others(self, asked):
-        assert numbers(asked("train.micro_batch=4,max,8,best")) == [[[0], [2]], [[1], [3]]]
+def test_the_script_searches_for_a_micro_batch_before_it_starts_the_ranks_and_says_how(asked, tmp_path):
+    runs = asked("train.micro_batch=max", "cluster.nodes=2", "cluster.srun_args=[--label]")
+    *_, last = Array([runs], "toy", tmp_path).script({}).strip().splitlines()
+    search, _, ranks = last.partition(" && ")
+    place, run = "${ptdbench_runs[${SLURM_ARRAY_TASK_ID:-0} * 1 + 0]}", [*search_path.module("ptdbench"), "run"]
+    *words, shape, tries, directory = shlex.split(search)
+    assert (words, shape, directory) == ([sys.executable, "-u", *run], "--shape=2x2x0", place)
+    step = shlex.split(tries.removeprefix("--tries="))
+    assert (step[0], step[-7:]) == ("srun", ["--label", sys.executable, "-u", *run])
+    assert "--open-mode=append" in step
+    assert shlex.split(ranks) == [*step, place]
+    assert numbers(asked("train.micro_batch=4,max,8,best")) == [[[0], [2]], [[1], [3]]]  # no array with others
 
 
 class TestFollowed:
@@ -409,6 +401,8 @@ def test_the_folder_of_outputs_is_made_where_they_will_be(asked, tmp_path, monke
     submission.make_folders(runs)
     assert Array([runs], "toy", tmp_path).staging == tmp_path / "home" / "logs"
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    told = "cluster.log=/dev/null/%j: /dev/null is no folder; give a folder that the cluster's nodes share"
+    assert refusal_of(submission.make_folders, asked("cluster.log=/dev/null/%j")) == told
 
 
 def test_what_slurm_would_refuse_and_what_is_refused_before(asked, monkeypatch, capsys):

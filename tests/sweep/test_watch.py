@@ -21,7 +21,6 @@ from tests.sweep.made import DONE, PROGRESS, failure
 
 
 def cells(sweep):
-    """The row of each run, by heading."""
     seen = status.settle(sweep.path)
     return [{column.heading: column.cell(row) for column in watch.COLUMNS} for row in watch.numbered(seen)]
 
@@ -82,16 +81,12 @@ def test_runs_of_a_sweep_are_named_by_what_differs_whether_or_not_they_have_begu
     assert [one["run"] for one in watch.as_json(status.settle(sweep.path))["runs"]] == names
 
 
-def test_a_slurm_that_does_not_answer(sweep):
+def test_a_slurm_that_does_not_answer_and_a_run_that_ended_well(sweep):
     sweep.submit(1)
     sweep.queue = SlurmError("Unable to contact slurm controller")
     assert cells(sweep)[0]["state"] == "unfinished"
     (reason,) = watch.reasons(status.settle(sweep.path))
     assert reason == "SLURM does not answer: Unable to contact slurm controller"
-
-
-def test_a_run_that_ended_well(sweep):
-    sweep.submit(1)
     sweep.end(0)
     startup = "7.8 = 4.2 + 0.0 + 0.5 + 1.0 + 2.0"
     expected = ("0", "7_0", "toy ddp", "2 nodes x 2 ranks", "ok", "3", "41,234", startup)
@@ -128,27 +123,24 @@ def test_a_run_that_goes_on(sweep, progress, step, rate):
     assert (row["step"], row["tokens/s"]) == (step, rate)
 
 
-def test_a_run_of_this_machine_that_goes_on_has_what_its_record_knows(sweep):
+def test_runs_of_this_machine_have_no_job_and_what_their_records_know(sweep):
     path = sweep.begin(0)
-    known = store.load_record(path)
-    known["config"]["train"] = {"steps": 60}
-    store.write_record(path, known | {"steps": 2, "metrics": DONE["metrics"]})
+    written = store.load_record(path)
+    written["config"]["train"] = {"steps": 60}
+    store.write_record(path, written | {"steps": 2, "metrics": DONE["metrics"]})
     (row,) = cells(sweep)
     assert (row["state"], row["step"], row["tokens/s"]) == ("unfinished", "2/60", "41,234")
-
-
-def test_runs_of_this_machine_have_no_job_and_what_their_records_know(sweep):
-    for number in range(4):
+    for number in (1, 2, 3):
         sweep.begin(number)
     sweep.end(0, metrics={**DONE["metrics"], "tokens_per_second": None})
     sweep.end(1, nodes=["vm"], world_size=2)
-    sweep.end(2, workload="hello", model=None, parallel=None, steps=None, metrics=None)
+    sweep.end(2, workload="hello", model=None, parallel=None, steps=None, metrics=None, kind="virtual")
     rows = cells(sweep)
     assert [(row["job"], row["shape"], row["state"], row["tokens/s"]) for row in rows] == [
         ("-", "2 nodes, 4 ranks", "ok", "322.1 samples"), ("-", "1 node, 2 ranks", "ok", "41,234"),
-        ("-", "2 nodes, 4 ranks", "ok", "-"), ("-", "-", "unfinished", "-"),
+        ("-", "2 nodes, 4 ranks", "virtual ok", "-"), ("-", "-", "unfinished", "-"),
     ]  # fmt: skip
-    assert rows[2]["run"] == "hello"
+    assert (rows[2]["run"], watch.as_json(status.settle(sweep.path))["runs"][2]["kind"]) == ("hello", "virtual")
 
 
 def test_columns_stand_under_each_other_and_reasons_below(sweep):
@@ -167,11 +159,8 @@ def test_columns_stand_under_each_other_and_reasons_below(sweep):
 
 
 class TestWidths:
-    """The lines as they come to a terminal of so many columns."""
-
     @pytest.fixture
     def wide(self, sweep):
-        """A sweep of which every column is full."""
         sweep.submit(4)
         sweep.says(
             _0="RUNNING n[1-16,21-36,41-56,61-76]", _1="PENDING (QOSMaxJobsPerUserLimit)", _2="TIMEOUT n1",
@@ -188,7 +177,7 @@ class TestWidths:
         assert max(map(cell_len, drawn)) <= width
         assert [line.split()[0] for line in drawn[2:]] == ["0", "1", "2", "3"]
 
-    def test_what_matters_least_goes_first_and_the_state_stays(self, wide):
+    def test_what_matters_least_goes_first_is_said_and_the_state_and_the_path_of_a_log_stay(self, wide):
         sweep = status.settle(wide.path)
         headings = {width: watch.table_lines(sweep, width)[0][0].split() for width in (200, 100, 80, 60, 40, 25)}
         assert headings == {
@@ -200,9 +189,7 @@ class TestWidths:
             25: ["#", "run", "state"],
         }
         assert "  RUNNING n[1-16,21-36…  " in watch.table_lines(sweep, 60)[0][2]
-
-    def test_what_was_left_out_is_said_and_the_path_of_a_log_is_whole(self, wide):
-        text = watch.table_text(status.settle(wide.path), 40)
+        text = watch.table_text(sweep, 40)
         assert "\nleft out in 40 columns: shape, tokens/s,\n  startup s\n" in text
         assert f"{wide.path}/logs/7_2" in text
         assert all(len(line) <= 40 or str(wide.path) in line for line in text.splitlines())

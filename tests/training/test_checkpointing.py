@@ -31,7 +31,6 @@ SAVING = (
 
 
 def carried_out(directory: Path, *overrides: str) -> Outcome:
-    """What comes of a run of this process alone."""
     return train.Train()(job(directory, composed(*SAVING, *overrides)))
 
 

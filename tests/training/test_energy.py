@@ -72,14 +72,12 @@ class TestPackages:
         reason = metered(Packages("n1", tmp_path), seconds=40.0).reason
         assert reason == "40 s without a reading are too long for RAPL's counters, which wrap after 65533 J"
 
-    def test_a_machine_without_counters(self, tmp_path):
+    def test_a_machine_without_readable_counters(self, tmp_path, monkeypatch):
         root = tmp_path / "powercap"
         for prepare in (lambda: None, root.mkdir, lambda: zone(root, "intel-rapl:1", "psys")):  # the platform alone
             prepare()
             counted = metered(Packages("n1", root))
             assert counted == Counted("n1", reason=f"there are no CPU packages in {root} (RAPL)")
-
-    def test_counters_that_may_not_be_read(self, tmp_path, monkeypatch):
         file = zone(tmp_path, "intel-rapl:0", "package-0")
         refused, opened = mock.Mock(side_effect=PermissionError(13, "Permission denied", str(file))), Path.open
         monkeypatch.setattr(
@@ -150,14 +148,12 @@ class TestGpu:
             gpu.look()
         assert gpu.clocks(3) == Clocks(3, 1980, 1200, 1980, ["power cap", "too hot (hardware)"], None)  # no stretch yet
 
-    def test_a_driver_that_counts_no_causes_tells_those_that_were_seen(self):
+    def test_a_driver_without_causes_and_a_gpu_without_energy(self):
         nvml = made_nvml("nvmlDeviceGetViolationStatus")
         gpu = Gpu("n1", "GPU-a", nvml)
         nvml.reasons = 0x4
         metered(gpu, gpu.look)
         assert (gpu.clocks(0).held_back, gpu.clocks(0).clock_reasons) == (None, ["power cap"])
-
-    def test_a_gpu_without_an_energy_counter_has_clocks(self):
         nvml = made_nvml("nvmlDeviceGetTotalEnergyConsumption")
         gpu = Gpu("n1", "GPU-a", nvml)
         counted = metered(gpu, gpu.look, lambda: self.work(nvml))

@@ -116,7 +116,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged(shared_run: Callable[..., Record], trained: Path, *overrides: str) -> dict[str, Any]:
-    """What a run says that begins there and has no step left to do."""
     record = shared_run(*TASK, "train.steps=20", "train.ema=0.8", "eval.every=7", f"resume={trained}", *overrides)
     assert record["status"] == "ok", record["error"]
     (evaluation,) = record["evaluations"]

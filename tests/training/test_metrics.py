@@ -49,7 +49,7 @@ def test_figures_by_hand():
     assert (results.step_seconds.median, results.step_seconds.mean) == (pytest.approx(0.375), pytest.approx(0.5))
 
 
-def test_causal_attention_by_half_has_an_mfu_of_its_own():
+def test_mfu_by_half_of_attention_of_fp8_and_of_images():
     results = figures(masked_flops_per_sample=1e12)
     assert results.causal_flops_per_second == pytest.approx(64e12)
     assert (results.mfu, results.mfu_causal) == (pytest.approx(48 / 312), pytest.approx(32 / 312))
@@ -57,14 +57,8 @@ def test_causal_attention_by_half_has_an_mfu_of_its_own():
         assert unknown.causal_flops_per_second is unknown.mfu_causal is None
     without = figures(masked_flops_per_sample=0.0)
     assert without.mfu_causal == without.mfu
-
-
-def test_fp8_is_compared_with_both_peaks():
     results = figures(device_name="NVIDIA H200", dtype="fp8")
     assert (results.mfu, results.mfu_of_bf16) == (pytest.approx(48 / 1978.9), pytest.approx(48 / 989.4))
-
-
-def test_images_have_no_tokens():
     results = figures(tokens_per_sample=None)
     assert results.tokens_per_second is results.tokens_per_second_per_device is None
     assert results.samples_per_second == pytest.approx(32)

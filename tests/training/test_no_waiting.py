@@ -40,8 +40,6 @@ class Waits(Exception):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises :class:`Waits` where a GPU's host would wait."""
-
     def __enter__(self) -> "NoWaiting":
         self._patch = pytest.MonkeyPatch()
         for name in COPYING:

@@ -46,8 +46,6 @@ PIPELINE = ("parallel=pdp", "parallel.pipeline=2", "parallel.microbatches=4", "m
 
 
 def asleep(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which sleeps first."""
-
     def sleeps_first(*arguments: Any, **options: Any) -> Any:
         begin = time.time()
         time.sleep(SLEEP)
@@ -112,8 +110,6 @@ def run_slowed(configuration: Any, directory: Path, place: str, ranks: list[int]
 
 
 class Rank:
-    """What one rank did while something slept."""
-
     def __init__(self, of_rank: trace.Trace, ready: Sequence[Ready], slept: Sequence[Interval]) -> None:
         self.phases: dict[str, Sequence[Interval]] = dict(of_rank.phases)
         self.pieces = list(divided(of_rank, ready))
@@ -137,7 +133,6 @@ class Rank:
 
     @property
     def waits(self) -> float:
-        """The share of the sleep in which this rank waited for anything."""
         return self.share(interval for interval, _, _ in self.pieces)
 
 

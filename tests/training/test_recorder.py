@@ -52,7 +52,6 @@ def drained(directory: Path) -> tuple[list[int], int, list[float], list[list[flo
 
 
 def blocks_of(directory: Path, options: tuple[str, ...]) -> list[np.ndarray]:
-    """In a rank: the blocks of the series of a run of ten steps."""
     outcome = train.Train()(job(directory, composed(*options, "train.steps=10")))
     assert outcome.error is None
     return list(series.blocks(directory / series.NAME))

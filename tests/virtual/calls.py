@@ -11,7 +11,6 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def pointer(size: int) -> tuple[int, int]:
-    """The status and the address of an allocation."""
     address = c_void_p()
     return cuda.cudaMalloc(byref(address), c_size_t(size)), address.value or 0
 
@@ -23,7 +22,6 @@ def free_bytes() -> int:
 
 
 def resident() -> int:
-    """Bytes of the host that this process has."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -127,7 +125,6 @@ def contexts() -> list[list[int]]:
 
 
 def fork() -> int:
-    """What CUDA says in a fork of a process that used it."""
     child = os.fork()
     if child == 0:
         os._exit(cuda.cuInit(0))
@@ -135,7 +132,6 @@ def fork() -> int:
 
 
 def names() -> dict[str, Any]:
-    """The device's names, by NVML too."""
     management, handle, name = ctypes.CDLL("libnvidia-ml.so.1"), c_void_p(), ctypes.create_string_buffer(96)
     count = c_uint()
     statuses = [

@@ -1,4 +1,4 @@
-"""The loss of a language model's head on a virtual GPU: prints kernels and memory of its passes, as JSON."""
+"""Head and MLP of a language model on a virtual GPU: prints kernels of their passes, and the head's memory, as JSON."""
 
 import json
 from collections import Counter
@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from ptdbench.models.gpt import MLP
 from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
 from ptdbench.models.softmax import VocabularyShare
+from ptdbench.parallel.precision import Copies
+from ptdbench.parallel.wide_gradients import enable_wide_gradients
 
 #: On a GPU of 20 GiB two chunks.
 ROWS, VOCABULARY, WIDTH = 6000, 50304, 64
@@ -35,14 +38,28 @@ def counted(loss_of: Callable[..., Tensor]) -> dict[str, Any]:
     before = torch.cuda.memory_allocated()
     run()
     peak = torch.cuda.max_memory_allocated() - before
+    return {"kernels": kernels_of(run), "peak": peak}
+
+
+def kernels_of(run: Callable[[], None]) -> Counter[str]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         run()
-    kernels = Counter(event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-    return {"kernels": kernels, "peak": peak}
+    return Counter(event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def kernels_of_mlp() -> Counter[str]:
+    """Of so many tokens that Inductor would sum gradients in a kernel of its own, if all at once."""
+    mlp = MLP(2048).cuda()
+    enable_wide_gradients(mlp)
+    mlp.forward = torch.compile(mlp.forward, fullgraph=True)  # type: ignore[method-assign]
+    Copies(mlp, [], torch.bfloat16)
+    x = torch.zeros(16, 1024, 2048, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    mlp(x).sum().backward()
+    return kernels_of(lambda: mlp(x).sum().backward())
 
 
 if __name__ == "__main__":
-    found = {}
+    found: dict[str, Any] = {"mlp": kernels_of_mlp()}
     for name, one in LOSSES.items():
         found[name] = counted(one)
         found[f"{name} compiled"] = counted(torch.compile(one, fullgraph=True))

@@ -20,8 +20,6 @@ MIB = 1 << 20
 
 
 class Id(ctypes.Structure):
-    """ncclUniqueId."""
-
     _fields_ = (("bytes", ctypes.c_char * 128),)
 
 
@@ -116,7 +114,6 @@ def transfers(rank: Rank) -> list[float]:
 
 
 def large(rank: Rank) -> bool:
-    """Whether a megabyte arrives as zeros."""
     rank.put("i", [7] * 10)
     assert rank.call("ncclAllReduce", c_size_t(MIB // 4), 2, 0) == 0
     return ctypes.string_at(rank.receive, MIB) == bytes(MIB)
@@ -134,7 +131,6 @@ def split(rank: Rank) -> list[float]:
 
 
 def mismatch(rank: Rank) -> int:
-    """The status of a call of which rank 0 makes another."""
     return rank.call("ncclAllReduce" if rank.rank else "ncclReduceScatter", c_size_t(3), 2, 0)
 
 

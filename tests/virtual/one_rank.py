@@ -27,7 +27,6 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def device() -> dict[str, Any]:
-    """What torch says of it."""
     found = torch.cuda.get_device_properties(0)
     return {
         "name": found.name,
@@ -53,7 +52,6 @@ def allocator() -> dict[str, int]:
 
 
 def expandable() -> dict[str, Any]:
-    """The same with segments that grow."""
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     start = torch.cuda.mem_get_info()[0]
     held = [torch.empty(30 * MIB, dtype=torch.uint8, device="cuda") for _ in range(3)]
@@ -66,7 +64,6 @@ def expandable() -> dict[str, Any]:
 
 
 def out_of_memory() -> str:
-    """What torch says of 30 GiB."""
     try:
         torch.empty(30 * GIB, dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError as error:
@@ -208,7 +205,6 @@ def offloaded() -> dict[str, float]:
 
 
 def uncompared() -> None:
-    """What the verification of messages says of a difference."""
     return operations.compare(torch.ones(3, device="cuda"), torch.zeros(3, device="cuda"), "message", 0)
 
 
@@ -243,7 +239,6 @@ def routed() -> list[str]:
 
 
 def grouped() -> dict[str, Any]:
-    """In a process group: see below."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     found = {"saving": saving(), "patience": patience(), "buffers": buffers()}
     dist.destroy_process_group()

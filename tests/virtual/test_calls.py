@@ -22,28 +22,27 @@ def in_real_time(start: Start) -> dict[str, Any]:
     return start("calls", real_time=True)
 
 
-def test_memory_has_pages_and_ends_after_the_context(answers):
+def test_memory_has_pages_reads_as_zeros_and_ends_after_the_context(answers):
     memory = answers["memory"]
     assert memory["start"] == DEVICE.memory - DEVICE.context
     assert memory["page"] == 2 * MIB
     assert (memory["all_of_it"], memory["over"]) == (0, OUT_OF_MEMORY)
     assert memory["end"] == memory["start"]
     assert memory["free_twice"] == INVALID
+    assert answers["memory"]["same_place"]
+    assert answers["memory"]["read_again"] == 0
 
 
-def test_used_device_has_a_context(answers):
+def test_devices_have_a_context_once_used_and_their_names_and_no_forks(answers):
     assert answers["contexts"] == [[0, 0], [1, 0], [1, 1]]
+    assert answers["names"] == {"statuses": [0, 0, 0, 0, INVALID + 1], "count": 2, "name": f"virtual {DEVICE.name}"}
+    assert answers["fork"] == NOT_INITIALIZED
 
 
 def test_addresses_outlast_memory(answers):
     """An expandable segment takes 9/8 of a device's memory for each pool and stream: 163 of a GPU of 178 GiB."""
     assert answers["addresses"]["count"] * DEVICE.memory > 160 * 178 * GIB
     assert answers["addresses"]["status"] == NOT_SUPPORTED
-
-
-def test_reused_memory_reads_as_zeros(answers):
-    assert answers["memory"]["same_place"]
-    assert answers["memory"]["read_again"] == 0
 
 
 def test_small_copies_are_exact_and_large_ones_zeros(answers):
@@ -59,26 +58,15 @@ def milliseconds(size: int) -> float:
     return 2e-3 + size / DEVICE.bandwidth * 1e3
 
 
-def test_clocks_of_streams_follow_work_and_events(answers):
+def test_clocks_follow_work_which_takes_time_only_in_real_time(answers, in_real_time):
     clocks = answers["clocks"]
     assert clocks["same_stream"] == pytest.approx(milliseconds(2 * GIB), abs=1e-3)
     assert clocks["after_waiting"] == pytest.approx(milliseconds(GIB), abs=1e-3)
     assert 0 < clocks["beside"] <= milliseconds(8 * GIB), "a stream that has nothing to do does not wait"
     assert clocks["never"] == BAD_HANDLE
-
-
-def test_work_takes_time_only_in_real_time(answers, in_real_time):
     assert answers["clocks"]["while_busy"] == [0, 0]
     assert in_real_time["clocks"]["while_busy"] == [NOT_READY, NOT_READY]
     assert in_real_time["clocks"]["when_over"] == 0
-
-
-def test_nvml_sees_the_same_devices(answers):
-    assert answers["names"] == {"statuses": [0, 0, 0, 0, INVALID + 1], "count": 2, "name": f"virtual {DEVICE.name}"}
-
-
-def test_fork_of_a_cuda_process_cannot_use_cuda(answers):
-    assert answers["fork"] == NOT_INITIALIZED
 
 
 def test_unimplemented_call_fails_and_is_named_once(answers):

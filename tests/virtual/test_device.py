@@ -6,7 +6,7 @@ from tests.refusals import refusal_of
 from tests.virtual.conftest import DEVICE
 
 
-def test_settings_are_what_the_library_reads():
+def test_settings_are_what_the_library_reads_with_peaks_on_record():
     settings = DEVICE.settings()
     assert settings.endswith(";name=virtual NVIDIA Test 20GB")
     figures = dict(one.split("=") for one in settings.split(";")[:-1])
@@ -15,9 +15,6 @@ def test_settings_are_what_the_library_reads():
     assert float(figures["bf16"]) == 800e12
     assert int(figures["memory"]) == int(figures["allocatable"]) == 20 << 30
     assert ";allocatable=7;" in replace(DEVICE, allocatable=7).settings()
-
-
-def test_peaks_are_those_on_record_unless_given():
     peaks = replace(DEVICE, name="Tesla V100-SXM2-32GB", peaks={"fp16": 1e14}).peaks
     assert peaks == {"fp32": pytest.approx(15.7e12), "fp16": 1e14}
 

@@ -25,14 +25,11 @@ def library(tmp_path):
     return tmp_path / "a.so"
 
 
-def test_symbols_are_defined_or_undefined(library):
+def test_symbols_are_defined_or_undefined_and_whole_strings_names(library):
     assert "wanted" in elf.undefined(library)
     assert "given" in elf.defined(library)
     assert not {"given", "hidden"} & elf.undefined(library)
     assert not {"wanted", "hidden"} & elf.defined(library)
-
-
-def test_only_whole_strings_are_names(library):
     assert elf.texts(library, r"cu[A-Z]\w+") == {"cuLookedUp"}
 
 

@@ -1,4 +1,4 @@
-"""The head of a language model as it runs on a GPU: its kernels, compiled for sm_90, and that a chunk is there once."""
+"""Head and MLP of a language model as they run on a GPU: kernels compiled for sm_90, and one chunk of the head."""
 
 import pytest
 
@@ -23,3 +23,10 @@ def test_head_has_one_chunk_of_logits_and_its_kernels(start: Start, of, how):
     assert sum(products.values()) == 6  # three for each of two chunks
     chunk, weight = ROWS // 2 * VOCABULARY * 2, VOCABULARY * WIDTH * 4
     assert chunk < found["peak"] < chunk + 3 * weight + WORKSPACE
+
+
+@pytest.mark.thorough
+def test_compiled_bias_is_summed_in_the_gradients_kernel(start: Start):
+    backward = {name: n for name, n in start("head")["mlp"].items() if name.startswith("triton_") and "gelu_b" in name}
+    assert list(backward.values()) == [1], backward
+    assert "_sum" in next(iter(backward))

@@ -55,21 +55,22 @@ def test_torch_sees_the_devices_properties(answers, asked, expected):
     assert answers[asked] == expected
 
 
-def test_out_of_memory_is_torchs_own_error(answers):
+def test_memory_ends_with_torchs_own_error_and_a_step_leaves_its_state(answers):
     assert "Tried to allocate 30.00 GiB. GPU 0 has a total capacity of 20.00 GiB" in answers["out_of_memory"]
-
-
-def test_step_leaves_weights_gradients_and_state(answers):
     weights = 512 * 1024 * 4
     counters = 512  # AdamW's count of steps, in the smallest block
     assert answers["steps"]["bytes"] == 4 * weights + counters
     assert answers["steps"]["losses"] == [True, True]
 
 
-def test_uncomputed_values_decide_nothing(answers):
+def test_uncomputed_values_decide_nothing_and_unimplemented_operations_are_named(answers):
     garbage = answers["garbage"]
     assert (garbage["nonzero"], garbage["masked"], garbage["shown"]) == (0, 0, True)
     assert garbage["grown"] < GIB, "of a tensor of 8 GiB"
+    assert "cusolver" in answers["unanswered"]
+    said = [line for line in answers["errors"].splitlines() if "nothing answers" in line]
+    assert said
+    assert all(line.startswith("virtual GPU: nothing answers cusolverDnCreate") for line in said)
 
 
 def test_profiler_sees_kernels_and_their_operations(answers):
@@ -80,21 +81,11 @@ def test_profiler_sees_kernels_and_their_operations(answers):
     assert answers["profiled"]["operations"] == ["aten::mm"]
 
 
-def test_checkpoint_copies_overlap_the_next_step(answers):
+def test_copies_of_checkpoints_and_layers_overlap_the_work(answers):
     (product, of_steps), *copies = answers["staged"]
     assert [product.startswith("Memcpy"), *(name for name, _ in copies)] == [False, "Memcpy", "Memcpy"]
     assert [stream == of_steps for _, stream in copies] == [True, False]
-
-
-def test_offloading_copies_overlap_the_layers(answers):
-    """On one stream a step would take as long as both."""
+    # On one stream a step would take as long as both.
     times = answers["offloaded"]
     assert times["copies"] > 0.3 * times["kept"]
     assert times["offloaded"] < times["kept"] + 0.5 * times["copies"]
-
-
-def test_unimplemented_operation_names_the_call(answers):
-    assert "cusolver" in answers["unanswered"]
-    said = [line for line in answers["errors"].splitlines() if "nothing answers" in line]
-    assert said
-    assert all(line.startswith("virtual GPU: nothing answers cusolverDnCreate") for line in said)

@@ -24,7 +24,6 @@ SMALL = (
 
 
 def train(environ: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """What a person types in a shell."""
     return call(sys.executable, ROOT / "train.py", *words, cwd=folder, environ=environ)
 
 

@@ -11,15 +11,12 @@ from tests.programs import call
 from tests.virtual.conftest import DEVICE, Start
 
 
-def test_disabled_kernels_fail_the_selftest(start: Start, environ):
+def test_disabled_or_crashing_kinds_fail_alone(start: Start, environ, monkeypatch):
     """With all of them switched off, as a new version of torch may do by other names or layouts."""
     environ = {**environ, **library.environment(DEVICE, 1), "PTDBENCH_VIRTUAL_COMPUTED": ""}
     done = call(sys.executable, "-m", "ptdbench.virtual.selftest", *CHECKS, cwd=ROOT, environ=environ)
     assert json.loads(done.stdout) == [], done.stderr
-
-
-def test_crashing_kind_costs_only_itself(monkeypatch):
-    """Each is tried by itself then."""
+    # Each is tried by itself then.
     monkeypatch.setattr(library.selftest, "CHECKS", dict.fromkeys(("one", "two", "three")))
     monkeypatch.setattr(library, "_test", lambda kinds, variables: (None, "crash") if "two" in kinds else (kinds, ""))
     assert library._tested_kinds({}) == ["one", "three"]

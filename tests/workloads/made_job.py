@@ -17,7 +17,6 @@ from tests.refusals import refusal_of
 
 
 def refusal(*overrides: str) -> str:
-    """What is said of these options before any rank starts."""
     return refusal_of(run_spec.specify, read(*overrides), None)
 
 

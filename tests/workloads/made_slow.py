@@ -54,8 +54,6 @@ class MadeBusy(MadeSlow):
 
 @dataclass(frozen=True)
 class MadeWrong(MadeBusy):
-    """A product is wrong beside other processes."""
-
     def products(self, job: Job) -> Matmul:
         super().products(job)
         raise ArithmeticError("the fp32 product is wrong")

@@ -29,8 +29,6 @@ def numbers(seed: int, start: int, stop: int) -> Tensor:
 
 
 class Largest(Data):
-    """Samples of the task."""
-
     tokens_per_sample = None
 
     def __init__(self, *, seed: int, workers: int = 0, edition: str = "first") -> None:
@@ -58,8 +56,6 @@ class Largest(Data):
 
 
 class Kept(HeldOut):
-    """What is held out."""
-
     bytes_per_token = None
 
     def __len__(self) -> int:
@@ -72,8 +68,6 @@ class Kept(HeldOut):
 
 
 class Reveals(Largest):
-    """Says in which process its samples are made."""
-
     def samples(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         return torch.arange(start, stop), torch.full((stop - start,), os.getpid())
 
@@ -83,8 +77,6 @@ class Reveals(Largest):
 
 
 class Net(nn.Module):
-    """A chain that every strategy can lay out."""
-
     def __init__(self, width: int = 32, blocks: int = 3, norm: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
         self.first = nn.Linear(CLASSES, width)
@@ -165,8 +157,6 @@ class Scale(nn.Module):
 
 
 class Drifting(Net):
-    """Sets a weight from its samples in one of its passes."""
-
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number, self.passes = number, 0
@@ -189,8 +179,6 @@ class Last(nn.Linear):
 
 
 class Margin(nn.Linear):
-    """A model with a loss of its own."""
-
     def __init__(self, outputs: int = CLASSES) -> None:
         super().__init__(CLASSES, outputs)
 
@@ -217,8 +205,6 @@ class WithTargets(Margin):
 
 
 class OnlyLoss(WithTargets):
-    """Needs targets."""
-
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return super().forward(inputs, targets)
 

@@ -122,11 +122,8 @@ def test_bad_input_is_refused_before_any_rank_starts(words, message):
     assert refusal(*TWO, *f"workload.{words}".split()).startswith(f"workload.{message}")
 
 
-def test_a_single_rank_has_nobody_to_send_to():
+def test_a_single_rank_and_what_the_backend_lacks_are_refused():
     assert refusal(*TWO, "cluster.ranks_per_node=1").startswith("workload=collectives: needs at least two ranks; try ")
-
-
-def test_what_the_backend_lacks_is_refused_where_it_is_asked_for():
     with pytest.raises(ConfigError, match=r"^workload.ops=gather: gloo does not support gather on GPU tensors; "):
         Collectives(ops="gather").check(2, "cuda", "gloo")
     for backend, device in (("gloo", "cpu"), ("nccl", "cuda")):

@@ -88,7 +88,7 @@ def test_what_is_refused(overrides, lines):
         assert told.startswith(f"workload.{line}")
 
 
-def test_products_of_chosen_shapes_replace_only_a_lower_ceiling(monkeypatch):
+def test_chosen_shapes_replace_only_a_lower_ceiling_and_a_job_may_have_more_memory(monkeypatch):
     kept = []
     monkeypatch.setattr(ceiling, "measure", lambda *_, **__: results.Matmul([], [], []))
     monkeypatch.setattr(ceiling, "keep_ceilings", lambda *_, only_higher: kept.append(only_higher))
@@ -96,9 +96,6 @@ def test_products_of_chosen_shapes_replace_only_a_lower_ceiling(monkeypatch):
     for shapes in ("auto", [64], 64):
         Matmul(shapes=shapes)(job)
     assert kept == [False, True, True]
-
-
-def test_a_job_may_have_more_memory_than_the_machine_that_submits_it():
-    """Ranks refuse what does not fit into theirs."""
+    # Ranks refuse what does not fit into theirs.
     asked = read("workload=matmul", "cluster=slurm", "device=cpu", "workload.shapes=[1000000]")
     assert run_spec.specify(asked, World(0, 1, 0, 1, "SLURM", nodes=1), 0)

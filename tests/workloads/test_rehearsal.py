@@ -46,7 +46,6 @@ class Gradient(NamedTuple):
 
 
 def gradients_of(directory: Path, composed: DictConfig, **options: Any) -> list[dict[str, Gradient]]:
-    """What each step of a run has made, on this rank."""
     for name, value in options.items():
         OmegaConf.update(composed, name, value)
     seen: list[dict[str, Gradient]] = []

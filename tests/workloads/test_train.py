@@ -47,15 +47,12 @@ def test_a_run_whose_replicas_differ_has_failed(shared_run, number):
     assert record["error"]["message"].startswith("replicas differ: shift has other bits on rank 1 than on rank 0; ")
 
 
-def test_a_run_without_time_is_cut_short_with_a_remark(shared_run):
+def test_a_run_cut_short_and_a_lopsided_pipeline_are_on_record(shared_run):
     record = shared_run(*TOY, "parallel=ddp", "train.steps=50", "train.max_minutes=1e-9")
     assert record["status"] == "ok"
     assert len(record["losses"]) == PROBE_STEPS
     assert [len(seconds) for seconds in record["rank_step_seconds"]] == [PROBE_STEPS] * 2
     assert record["remarks"]["cut_short"] == f"{PROBE_STEPS} of 50 steps: more would exceed train.max_minutes=1e-09"
-
-
-def test_a_lopsided_pipeline_is_on_record(shared_run):
     record = shared_run(*TOY, "parallel=pdp", "train.steps=1", "model.inputs=20000")
     assert record["remarks"]["pipeline"].startswith(
         "stage 0 of 2 with 99% of the FLOPs, as the model can only be split"
