@@ -26,6 +26,7 @@ ROOMS = """
     records
     parallel
     data models optim
+    kernels
     profiling
     measure
     launch

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, master_of
+from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy, master_of
 from ptdbench.models.protocol import Role
 
 

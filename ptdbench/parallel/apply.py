@@ -10,21 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ptdbench.kernels.batchnorm import synchronize_batchnorm
+from ptdbench.kernels.copies import Copies
+from ptdbench.kernels.wide_gradients import enable_wide_gradients
 from ptdbench.models.experts import Router
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model
 from ptdbench.parallel import context, experts, fp8, tensor
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.batchnorm import synchronize_batchnorm
 from ptdbench.parallel.compile import Compile, compile_parts, parts_outside_layers
 from ptdbench.parallel.ddp import replicate
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.fsdp import shard
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.options import Offload, Options
-from ptdbench.parallel.precision import DTYPES, Copies, Name, cast_inputs
-from ptdbench.parallel.wide_gradients import enable_wide_gradients
+from ptdbench.parallel.precision import DTYPES, Name, cast_inputs
 
 
 @dataclass(frozen=True)

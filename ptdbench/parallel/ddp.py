@@ -14,9 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ptdbench.kernels.powersgd import PowerSGD
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.powersgd import PowerSGD
 from ptdbench.parallel.zero import Zero1
 from ptdbench.problems import ConfigError, Problem, require, said
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
 
+from ptdbench.kernels.copies import Copies
+from ptdbench.kernels.powersgd import PowerSGD
 from ptdbench.models.state import Modes, preserved
 from ptdbench.parallel.experts import Routing
-from ptdbench.parallel.powersgd import PowerSGD
-from ptdbench.parallel.precision import Copies
 from ptdbench.parallel.zero import Zero1
 
 #: Multiplies a loss by the loss scale before its backward pass.

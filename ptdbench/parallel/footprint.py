@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ptdbench.kernels.copies import copied_weights
 from ptdbench.models.protocol import Model, members, module_of
 from ptdbench.optim.groups import Rule, rules
 from ptdbench.parallel import experts
@@ -16,7 +17,7 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_stages import cut
-from ptdbench.parallel.precision import DTYPES, Name, copied_weights
+from ptdbench.parallel.precision import DTYPES, Name
 from ptdbench.parallel.tensor import cut_dimensions
 from ptdbench.parallel.zero import assign_owners
 from ptdbench.problems import ConfigError, Problem, first_line

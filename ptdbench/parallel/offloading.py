@@ -177,5 +177,5 @@ def _streams(device: torch.device) -> tuple[Any, Any]:
 
 
 def _is_copy(tensor: Tensor) -> bool:
-    """Whether a tensor is a copy of a weight that :class:`ptdbench.parallel.precision.Copies` has given to a module."""
+    """Whether a tensor is a copy of a weight that :class:`ptdbench.kernels.copies.Copies` has given to a module."""
     return tensor.grad_fn is not None and tensor.grad_fn.name() == "_CastWeightsBackward"

@@ -26,11 +26,11 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from ptdbench.grouping import grouped
+from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy
+from ptdbench.kernels.softmax import VocabularyShare
+from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.models.experts import Router
-from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
 from ptdbench.models.protocol import Model, module_of
-from ptdbench.models.softmax import VocabularyShare
-from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.roles import roles_of
 
 #: The dimension of ``[batch, length, ...]`` that sequence parallelism shards outside cut layers.
@@ -263,7 +263,7 @@ def _reading(kind: type[nn.Module], names: tuple[str, ...], of_gradient: Placeme
     """Return a subclass that reads the local tensors of some weights; equal modules share it and its compiled graphs.
 
     Attributes of these names are properties, as in torchtitan's SimpleFSDP. A replacement set on the instance takes
-    precedence over the weight, see :class:`ptdbench.parallel.precision.Copies`.
+    precedence over the weight, see :class:`ptdbench.kernels.copies.Copies`.
     """
 
     def attribute(name: str) -> property:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torchvision.models.resnet import Bottleneck
 
+from ptdbench.kernels.copies import Copies
 from ptdbench.models.gpt import GPT
 from ptdbench.models.llama import Llama
 from ptdbench.models.moe import MoE
@@ -16,7 +17,7 @@ from ptdbench.models.protocol import Model, default_loss
 from ptdbench.models.resnet import ResNet
 from ptdbench.models.toy import Toy
 from ptdbench.parallel import tensor
-from ptdbench.parallel.precision import DTYPES, Copies, cast_inputs
+from ptdbench.parallel.precision import DTYPES, cast_inputs
 from tests.models.made import filled, small_resnet
 from tests.parallel.ranks import on_ranks
 from tests.refusals import refusal_of

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ptdbench.models.linear_cross_entropy import master_of, product
+from ptdbench.kernels.linear_cross_entropy import master_of, product
 
 
 def enable_wide_gradients(module: nn.Module) -> None:
     """Let linear layers, embeddings and norms write weight gradients in the dtype of the weights.
 
-    Modules that :class:`ptdbench.parallel.precision.Copies` has given copies compute with these as before, but pass
+    Modules that :class:`ptdbench.kernels.copies.Copies` has given copies compute with these as before, but pass
     gradients directly to the weights. Linear layers and embeddings always do: products are written in fp32 if the
     device supports it, and rows are summed in fp32. Norms do if they are compiled, which fuses the cast; in eager mode
     many gradients are cast in one operation. A compiled norm's output is also recomputed in the backward pass, whose
