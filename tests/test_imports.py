@@ -25,8 +25,8 @@ ROOMS = """
     checkpoints
     records
     parallel
-    data models optim
     kernels
+    data models optim
     profiling
     measure
     launch

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ptdbench.kernels import Kernels
 from ptdbench.kernels.copies import copied_weights
 from ptdbench.models.protocol import Model, members, module_of
 from ptdbench.optim.groups import Rule, rules
@@ -45,6 +46,7 @@ def footprints(
     *,
     average: bool,
     precision: Name = "fp32",
+    kernels: Kernels = "fused",
     pinned: bool = False,
 ) -> list[Footprint]:
     """Return the footprint of a rank for each position in a pipeline: of the rank with the largest shards or state.
@@ -56,11 +58,12 @@ def footprints(
         dims: Its degrees.
         average: Whether the optimizer keeps a moving average of the weights.
         precision: Dtype of the arithmetic.
+        kernels: Whose recipe is used in a narrow format: torch's keeps no copies of weights between operations.
         pinned: Whether weights and gradients are in pinned host memory, where torch gives each a power of two.
     """
     in_buckets, narrow = options.replicates(dims), DTYPES[precision]
     owners = dims.ways("samples", "positions") if in_buckets and options.optimizer == "zero1" else 1
-    copied = None if options.shards(dims) or narrow == torch.float32 else narrow
+    copied = None if options.shards(dims) or narrow == torch.float32 or kernels == "torch" else narrow
     gradient_copies = 2 if in_buckets and not options.gradient_as_bucket_view else 1
     gradient_copies += in_buckets and options.gradients == "powersgd"  # error feedback
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}

@@ -14,7 +14,7 @@ import msgspec
 from ptdbench.files import strict
 from ptdbench.problems import as_typed, in_shell
 from ptdbench.records import run_record, schema, store
-from ptdbench.records.effects import affects, leaves, options_affecting
+from ptdbench.records.effects import EARLIER, affects, leaves, options_affecting
 from ptdbench.records.failure import Failure, status_of
 from ptdbench.records.run_record import UNFINISHED, RunRecord, start_command
 from ptdbench.records.schema import Configuration, Draft, Owner, Written
@@ -52,6 +52,7 @@ def begin(
         "parallel": option(record, "parallel.name", str),
         "global_batch": option(record, "train.global_batch", schema.Degree),
         "precision": option(record, "precision", str),
+        "kernels": option(record, "kernels", str),
         "fingerprint": fingerprint(config),
         "overrides": None if overrides is None else list(overrides),
         "sources": None if overrides is None else sources(),
@@ -66,8 +67,8 @@ def begin(
 
 #: Fields of a record that were known before the run was started: its configuration's and those of its summary.
 _BEFORE_START = (
-    "world_size", "kind", "model", "parallel", "global_batch", "precision", "parameters", "tokens_per_sample", "layout",
-    "variables",
+    "world_size", "kind", "model", "parallel", "global_batch", "precision", "kernels", "parameters",
+    "tokens_per_sample", "layout", "variables",
 )  # fmt: skip
 
 
@@ -156,7 +157,8 @@ def work(config: Configuration, ignored: Collection[str] = ()) -> str:
 
 def _asked(config: Configuration) -> dict[str, object]:
     """Return the options of a resolved configuration that identify its run, by their dotted names."""
-    asked = {name: value for name, value in leaves(config) if not affects(name, "nothing", "queue") and value != {}}
+    options = ((name, value) for name, value in leaves(config) if value != {} and EARLIER.get(name) != value)
+    asked = {name: value for name, value in options if not affects(name, "nothing", "queue")}
     unset = {name for name in options_affecting("shape") if asked.get(name) is None}
     return {name: value for name, value in asked.items() if name not in unset}
 

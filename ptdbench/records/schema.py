@@ -395,6 +395,7 @@ class Remarks(Struct, omit_defaults=True):
 
     check: str | None = None  #: What the check before the run (``check=true``) found unsound.
     pipeline: str | None = None  #: Which stages have too much of the model for a pipeline to be faster than one rank.
+    kernels: str | None = None  #: What of ours was used with ``kernels=torch``.
     ceiling: str | None = None  #: That the run exceeded the ceiling, and the result of measuring the ceiling again.
     cut_short: str | None = None  #: Why there were fewer steps than requested.
     #: The step and the checkpoint from which the run resumed, and how its ranks or its layout changed since then.
@@ -460,6 +461,8 @@ class Record(Identity):
     global_batch: Degree | None = None  #: Samples of one optimizer step over all ranks.
     tokens_per_sample: Count | None = None  #: Length of a sequence; null if samples are not token sequences.
     precision: str | None = None  #: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8`` or ``fp8_tensorwise``.
+    #: ``fused``: our kernels, or ``torch``: torch's own recipes; null in records of earlier versions, which were fused.
+    kernels: str | None = None
     parameters: Count | None = None  #: Parameters of the whole model; tied ones count once.
     overrides: list[str] | None = None  #: The overrides typed for the run; null if unknown.
     started: str | None = None  #: When the run started, in UTC, as ISO 8601.

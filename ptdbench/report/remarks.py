@@ -151,6 +151,12 @@ def _python_that_is_read(run: RunRecord) -> str | None:
 #: Waiting for data is mentioned if it takes at least this fraction of a run's time.
 _WAITED = 0.05
 
+#: By ``kernels``: what the recipe of runs in a narrow format is, and what shows the other.
+_RECIPES = {
+    "fused": "one arithmetic under every layout, by ptdbench's kernels: kernels=torch has torch's recipe for each",
+    "torch": "torch's recipe for each layout, not one arithmetic: kernels=fused has the same under every layout",
+}
+
 #: A GPU's held-back clocks are mentioned if they affect more than this fraction of a run's time.
 _HELD_BACK = 0.01
 
@@ -178,6 +184,8 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *_clock_remarks(by_name),
         *load_remarks([(name, place.alternative.runs) for name, place in places]),
         *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.pipeline)),
+        *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.kernels)),
+        *_recipe(records),
         *_each_once(run.remarks.check for run in records),
         *(f"{name}: took {said}" for name, run in by_name if (said := run.remarks.cut_short)),
         *(
@@ -187,6 +195,12 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         ),
         *virtual.remarks(records),
     ]
+
+
+def _recipe(records: Sequence[RunRecord]) -> list[str]:
+    """Say by which recipe runs in a narrow format were carried out, if all by the same, and how to see the other."""
+    recipes = {run.kernels for run in records if run.precision in ("bf16", "fp16")}
+    return [_RECIPES[name] for name in recipes if name in _RECIPES] if len(recipes) == 1 else []
 
 
 def _devices(places: Sequence[tuple[str, Place]]) -> Iterator[str]:

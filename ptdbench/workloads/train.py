@@ -16,6 +16,7 @@ from msgspec import structs
 from ptdbench.data.feed import Feed
 from ptdbench.data.protocol import require_same_on_all_ranks
 from ptdbench.job import Job, Outcome, Results
+from ptdbench.kernels.loss_scaling import AgreedGradScaler
 from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import barrier, gather, most
 from ptdbench.launch.stop_signal import StopSignal
@@ -23,6 +24,7 @@ from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel import replicas
 from ptdbench.parallel.mesh import Mesh
+from ptdbench.parallel.stand_ins import ranks_agree_on_overflow
 from ptdbench.records.ownership import ProgressFile
 from ptdbench.records.schema import Metrics, Remarks
 from ptdbench.records.store import Damaged
@@ -71,7 +73,7 @@ class _Training:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._remarks = Remarks(pipeline=job.training.imbalance())
+        self._remarks = Remarks(pipeline=job.training.imbalance(), kernels=job.training.stand_ins())
         if self._remarks.pipeline and job.world.is_first:
             job.note(Results(remarks=self._remarks))  # also if the run fails, such as for want of memory
         self.loop = loop = assemble(job)
@@ -218,13 +220,15 @@ def assemble(job: Job) -> StepLoop:
     place = job.world.rank // dims.ways("products")
     torch.manual_seed(random.Random(f"{job.spec.config.general.seed} {place}").getrandbits(63))
     rendezvous.be_patient(rendezvous.patience_for(job.spec.config.general.timeout_minutes))
+    is_plain = training.config.general.kernels == "torch" and ranks_agree_on_overflow(dims)
     update = Update(
         engine,
         engine.optimizer(training.optimizer),
         training.schedule,
         job.spec.config.train,
         job.device,
-        scale=job.spec.config.general.precision == "fp16",
+        scale=training.scales,
+        scaler=torch.amp.GradScaler if is_plain else AgreedGradScaler,
     )
     replica = mesh.dp.get_local_rank()
     feed = Feed(training.data, partial(training.layout.rows, replica=replica), job.device)
