@@ -68,6 +68,8 @@ def shard(
     names = {part: name for name, part in module.named_modules()}
     tables, head = _around(module, layers, parts) if is_fused else ([], [])
     frees = options.frees_after_forward(dims)
+    if not is_fused and not options.applies("pipeline", dims):
+        frees = options.reshard_after_forward  # on a single rank, too
     # The backward pass begins with the head and the last layer: if they were gathered again, no compute would hide it.
     # Embedding tables are read in the forward pass only; they stay between passes that keep the other weights.
     between = options.frees_between_microbatches(dims) and dims.pipeline == 1
@@ -82,11 +84,12 @@ def shard(
         groups[unit] = cut(unit, is_freed)
     for table in tables:
         groups[table].set_unshard_in_backward(False)
-        if dims.tensor > 1:  # the rows come from a DTensor; autograd refuses in-place writes to views of it anyway
-            warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(table).__name__}\) returned a view")
     # The remaining weights are gathered first and freed last.
     fill(module, "")
     root = cut(module, False)
+    for part in (*tables, *([] if is_fused else [root])) if dims.tensor > 1 else ():
+        # Rows, or torch's loss, come from a DTensor; autograd refuses in-place writes to views of it anyway.
+        warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(part).__name__}\) returned a view")
     if options.prefetch > 1:  # torch's default is to gather one ahead
         _prefetch([*dict.fromkeys([root, *groups.values()])], [groups[layer] for layer in layers[:-1]], options)
     _choose_messages(module, options)

@@ -461,8 +461,6 @@ class Record(Identity):
     global_batch: Degree | None = None  #: Samples of one optimizer step over all ranks.
     tokens_per_sample: Count | None = None  #: Length of a sequence; null if samples are not token sequences.
     precision: str | None = None  #: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8`` or ``fp8_tensorwise``.
-    #: ``fused``: our kernels, or ``torch``: torch's own recipes; null in records of earlier versions, which were fused.
-    kernels: str | None = None
     parameters: Count | None = None  #: Parameters of the whole model; tied ones count once.
     overrides: list[str] | None = None  #: The overrides typed for the run; null if unknown.
     started: str | None = None  #: When the run started, in UTC, as ISO 8601.
@@ -496,6 +494,8 @@ class Record(Identity):
     sources: list[str] | None = None  #: ``--config-dir`` and the like, as typed for the run; null if unknown.
     #: Environment variables that ``hydra.job.env_set`` gives the run; null if unknown.
     variables: dict[str, str] | None = None
+    #: ``fused``: our kernels, or ``torch``: torch's own recipes; null in records of earlier versions, which were fused.
+    kernels: str | None = None
 
 
 #: The maximum nesting depth of mappings and lists: deeper ones would overwhelm readers of a record.

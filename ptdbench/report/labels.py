@@ -71,7 +71,7 @@ def options(record: RunRecord) -> dict[str, object]:
         for name, value in sorted(leaves(record.config), key=lambda leaf: leaf[0].count("."))
         if not affects(name, "start", "sweep") and _last(name) not in _REPEATING
     ]
-    return {**(EARLIER if kept else {}), **dict(kept)}
+    return {**(EARLIER if "precision" in record.config else {}), **dict(kept)}
 
 
 def as_text(value: object) -> str:

@@ -10,5 +10,6 @@ from tests.virtual.conftest import Start
 def test_a_step_is_that_of_torchs_recipe(start: Start, name):
     ours, plain = start("recipes")[name]
     assert ours["kernels"]["product"] > 30
-    assert ours["kernels"] == plain["kernels"]
+    # The engine scales the loss by the number of micro-batches and adds up the losses of a step, here of one.
+    assert ours["kernels"] == plain["kernels"] | {"elementwise": plain["kernels"]["elementwise"] + 6}
     assert ours["peak"] == pytest.approx(plain["peak"], rel=0.01)
