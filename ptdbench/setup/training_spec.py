@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class TrainingSpec:
         """Return the training state of a rank of each pipeline stage."""
         parts = (self.model, self.optimizer, self.strategy, self.layout.dims)
         general, average = self.config.general, self.config.train.ema is not None
-        formats = {"precision": general.precision, "kernels": general.kernels}
+        formats: Any = {"precision": general.precision, "kernels": general.kernels}
         return footprints(*parts, average=average, **formats, pinned=self.pinned)
 
     def volume(self, *, forced: bool = False) -> dict[str, Size]:
