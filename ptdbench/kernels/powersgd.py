@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ptdbench.kernels import Kernels
+from ptdbench.kernels.enable import Kernels
 
 #: Added to the norm of a column before dividing by it: the gradient of a matrix may be zero.
 _EPSILON = 1e-8
@@ -75,12 +75,7 @@ class PowerSGD:
     """
 
     def __init__(
-        self,
-        replica: DistributedDataParallel,
-        group: dist.ProcessGroup,
-        rank: int,
-        start: int,
-        kernels: Kernels = "fused",
+        self, replica: DistributedDataParallel, group: dist.ProcessGroup, rank: int, start: int, kernels: Kernels
     ) -> None:
         self._hook = _hook if kernels == "fused" else powerSGD_hook
         self._state = PowerSGDState(group, rank, start, orthogonalization_epsilon=_EPSILON)

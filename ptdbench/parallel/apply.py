@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from ptdbench.kernels import Kernels
 from ptdbench.kernels.copies import Copies
-from ptdbench.kernels.enable import enable
+from ptdbench.kernels.enable import Kernels, enable
 from ptdbench.kernels.wide_gradients import enable_wide_gradients
 from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.models.experts import Router
@@ -48,11 +47,6 @@ class Setting:
     channels_last: bool = False  #: Whether images are channels-last in memory.
     offload: Offload = "none"  #: What is kept in host memory between its uses.
     virtual: bool = False  #: Whether the devices are virtual, so that nothing is computed.
-
-    def autocasts(self, options: Options) -> bool:
-        """Whether torch chooses the dtype of each operation."""
-        is_narrow = DTYPES[self.precision] != torch.float32
-        return is_narrow and self.kernels == "torch" and not options.shards(self.layout.dims)
 
     @property
     def owns_loss(self) -> bool:
@@ -156,8 +150,7 @@ def _completed(
         settles.append(partial(fp8.forget, part.module))
     if dims.tensor > 1:
         settles.append(partial(tensor.add_up_partial, list(part.module.parameters())))
-        if setting.kernels == "torch":
-            part = replace(part, around=loss_parallel)
+        part = replace(part, around=loss_parallel)  # for losses that are not ours
     if shared or any(isinstance(inner, Router) for inner in part.module.modules()):
         routing = experts.Routing(part.module, shared, setting.mesh, setting.layout)
         begins.append(routing.begin)

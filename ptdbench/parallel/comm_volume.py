@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ptdbench.kernels import Kernels
+from ptdbench.kernels.enable import Kernels
 from ptdbench.models.experts import Router
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.optim.groups import rules
@@ -73,11 +73,6 @@ class CommModel:
         """Whether FSDP gathers the weights."""
         return self.options.shards(self.layout.dims)
 
-    @property
-    def autocasts(self) -> bool:
-        """Whether torch chooses the dtype of each operation, and so of each message."""
-        return self.kernels == "torch" and DTYPES[self.precision] != torch.float32 and not self.is_sharded
-
 
 def comm_bytes(work: CommModel) -> dict[str, Size]:
     """Return the bytes of each of :data:`OPERATIONS` in a step, averaged over ranks."""
@@ -97,7 +92,8 @@ def comm_bytes(work: CommModel) -> dict[str, Size]:
     if options.sync_batchnorm and (is_replicated or work.is_sharded) and _batch_norms(model):
         terms.append(_unknown("all_reduce", "all_gather"))
     if max(dims.pipeline, dims.tensor, dims.context) > 1:
-        terms += _of_autocast(dims) if work.autocasts else _of_activations(work)
+        is_unknown = options.autocasts(dims, work.kernels, DTYPES[work.precision])
+        terms += [_of_autocast(dims)] if is_unknown else _of_activations(work)
     total = {name: sum(term.get(name, 0.0) for term in terms) / dims.pipeline for name in OPERATIONS}
     volumes: dict[str, Size] = {name: None if math.isnan(size) else size for name, size in total.items()}
     return volumes | (_of_experts(work, routers) if dims.expert > 1 and work.example[1].dim() > 1 else {})
@@ -219,14 +215,12 @@ def _of_experts(work: CommModel, routers: Sequence[Router]) -> dict[str, Size]:
     return {"dispatch": between(low + counts, high + repeated), "combine": between(low, high)}
 
 
-def _of_autocast(dims: Dims) -> Iterator[dict[str, float]]:
-    """Yield the traffic of activations whose dtypes torch chooses, which is unknown."""
-    if dims.pipeline > 1:
-        yield _unknown("send", "recv")
-    if dims.context > 1:
-        yield _unknown("all_to_all", "all_gather") | {"all_reduce": _WIDE}  # the loss, as below
+def _of_autocast(dims: Dims) -> dict[str, float]:
+    """Return the traffic of activations whose dtypes torch chooses: unknown, except for the loss."""
     if dims.tensor > 1:
-        yield _unknown(*OPERATIONS)
+        return _unknown(*OPERATIONS)
+    of_stages = _unknown("send", "recv") if dims.pipeline > 1 else {}
+    return of_stages | (_unknown("all_to_all", "all_gather") | {"all_reduce": _WIDE} if dims.context > 1 else {})
 
 
 def _of_activations(work: CommModel) -> Iterator[dict[str, float]]:

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ptdbench.kernels import Kernels
+from ptdbench.kernels.enable import Kernels
 from ptdbench.kernels.powersgd import PowerSGD
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.options import Options
@@ -34,13 +34,7 @@ _CHANGED = ("training graph has changed", "finished reduction in the prior itera
 
 
 def replicate(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    device: torch.device,
-    options: Options,
-    kernels: Kernels = "fused",
-    *,
-    static_graph: bool,
+    module: nn.Module, mesh: DeviceMesh, device: torch.device, options: Options, kernels: Kernels, *, static_graph: bool
 ) -> LaidOutModule:
     """Wrap a module whose weights are materialized: DDP compares their shapes across replicas and builds buckets.
 

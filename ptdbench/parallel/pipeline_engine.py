@@ -196,7 +196,7 @@ class Pipelined(Engine):
         self.rehearsals = settles + (layout.accumulation > 1) if settles else 1
         self._where, self._parts, self._layout, self._group, self._device = where, parts, layout, group, device
         self._dtype = DTYPES[setting.precision]
-        self._autocasts = setting.autocasts(options)
+        self._autocasts = options.autocasts(layout.dims, setting.kernels, self._dtype)
         self._sequence = layout.dims.tensor if options.sequence else 1  #: Ranks that share the positions of a message.
         self.links = open_links(group, device)
         kind = _LinkedStage if self._whole is None else LoneStage

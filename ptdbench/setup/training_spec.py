@@ -32,7 +32,6 @@ from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.pipeline_stages import Cut, cut, imbalance, unrepeated
 from ptdbench.parallel.precision import DTYPES
-from ptdbench.parallel.stand_ins import stand_ins
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, first_line, require, under
 from ptdbench.setup import choices
@@ -117,7 +116,7 @@ class TrainingSpec:
 
     def stand_ins(self) -> str | None:
         """Say what of ours is used with ``kernels=torch``, if anything."""
-        used = stand_ins(self.strategy, self.layout.dims, scales=self.scales)
+        used = self.strategy.stand_ins(self.layout.dims, scales=self.scales)
         if self.config.general.kernels == "fused" or not used:
             return None
         return f"kernels=torch, except {', '.join(used)}: ours, as torch has nothing that works in this layout"

@@ -24,7 +24,6 @@ from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel import replicas
 from ptdbench.parallel.mesh import Mesh
-from ptdbench.parallel.stand_ins import ranks_agree_on_overflow
 from ptdbench.records.ownership import ProgressFile
 from ptdbench.records.schema import Metrics, Remarks
 from ptdbench.records.store import Damaged
@@ -220,7 +219,8 @@ def assemble(job: Job) -> StepLoop:
     place = job.world.rank // dims.ways("products")
     torch.manual_seed(random.Random(f"{job.spec.config.general.seed} {place}").getrandbits(63))
     rendezvous.be_patient(rendezvous.patience_for(job.spec.config.general.timeout_minutes))
-    is_plain = training.config.general.kernels == "torch" and ranks_agree_on_overflow(dims)
+    is_ours = "loss scaling" in training.strategy.stand_ins(dims, scales=training.scales)
+    is_plain = training.config.general.kernels == "torch" and not is_ours
     update = Update(
         engine,
         engine.optimizer(training.optimizer),
