@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 from torchvision.models.resnet import Bottleneck
 
 from ptdbench.kernels.copies import Copies
@@ -225,7 +226,8 @@ def divided_among_ranks() -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
         roles = {name for name, role in model.roles().items() if role.kind in ("colwise", "rowwise", "vocabulary")}
         tied = {second.removesuffix(".weight") for _, second in model.tied()}
         assert {f"{name}.weight" for name in roles - tied} <= cut
-        divided = model(inputs).detach(), model(inputs, targets).detach()
+        with loss_parallel():
+            divided = model(inputs).detach(), model(inputs, targets).detach()
         outputs_of[f"{family}, {sequence}"] = [*zip(whole, divided, strict=True)]
     return outputs_of
 
