@@ -127,7 +127,7 @@ def title(runs: Sequence[RunRecord], more: Iterable[str] = ()) -> str:
     sizes = [run.parameters for run in runs if run.parameters]
     parameters = f"{range_text(sizes, '{:,}'.format)} parameters" if sizes else ""
     precisions = dict.fromkeys(run.precision for run in runs if run.precision)
-    kernels = [name for name in dict.fromkeys(run.kernels for run in runs) if name]
+    kernels = sorted({run.kernels for run in runs if run.kernels})
     whose = f"kernels={','.join(kernels)}" if "torch" in kernels else ""
     parts = [runs[0].model, parameters, ", ".join(precisions), whose, *more]
     return " · ".join(filter(None, parts))

@@ -151,10 +151,11 @@ def _python_that_is_read(run: RunRecord) -> str | None:
 #: Waiting for data is mentioned if it takes at least this fraction of a run's time.
 _WAITED = 0.05
 
-#: By ``kernels``: what the recipe of runs in a narrow format is, and what shows the other.
+#: By the ``kernels`` of runs in a narrow format: what their recipe is, and what shows the other.
 _RECIPES = {
-    "fused": "one arithmetic under every layout, by ptdbench's kernels: kernels=torch has torch's recipe for each",
-    "torch": "torch's recipe for each layout, not one arithmetic: kernels=fused has the same under every layout",
+    ("fused",): "one arithmetic under every layout, by ptdbench's kernels: kernels=torch has torch's recipe for each",
+    ("torch",): "torch's recipe for each layout: kernels=fused has one arithmetic under all",
+    ("fused", "torch"): "kernels=fused is one arithmetic under every layout, kernels=torch is torch's recipe for each",
 }
 
 #: A GPU's held-back clocks are mentioned if they affect more than this fraction of a run's time.
@@ -198,9 +199,9 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
 
 
 def _recipe(records: Sequence[RunRecord]) -> list[str]:
-    """Say by which recipe runs in a narrow format were carried out, if all by the same, and how to see the other."""
-    recipes = {run.kernels for run in records if run.precision in ("bf16", "fp16")}
-    return [_RECIPES[name] for name in recipes if name in _RECIPES] if len(recipes) == 1 else []
+    """Say by which recipe runs in a narrow format were carried out, and how to see the other."""
+    kernels = {run.kernels or "" for run in records if run.precision in ("bf16", "fp16")}
+    return [text] if (text := _RECIPES.get(tuple(sorted(kernels)))) else []
 
 
 def _devices(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
