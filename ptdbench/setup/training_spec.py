@@ -119,7 +119,7 @@ class TrainingSpec:
         used = self.strategy.stand_ins(self.layout.dims, scales=self.scales)
         if self.config.general.kernels == "fused" or not used:
             return None
-        return f"kernels=torch, except {', '.join(used)}: ours, as torch has nothing that works in this layout"
+        return f"kernels=torch, except for {', '.join(used)}, where ptdbench's own stands in"
 
     @property
     def communicators(self) -> int:
