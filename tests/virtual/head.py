@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
-from ptdbench.models.softmax import VocabularyShare
+from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy
+from ptdbench.kernels.softmax import VocabularyShare
 
 #: On a GPU of 20 GiB two chunks.
 ROWS, VOCABULARY, WIDTH = 6000, 50304, 64

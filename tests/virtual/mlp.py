@@ -5,9 +5,9 @@ import json
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ptdbench.kernels.copies import Copies
+from ptdbench.kernels.wide_gradients import enable_wide_gradients
 from ptdbench.models.gpt import MLP
-from ptdbench.parallel.precision import Copies
-from ptdbench.parallel.wide_gradients import enable_wide_gradients
 
 #: Of as many tokens Inductor sums gradients in a kernel of its own, if all at once.
 SEQUENCES, TOKENS, WIDTH = 16, 1024, 2048
