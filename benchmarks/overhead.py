@@ -25,10 +25,11 @@ from benchmarks.rank import on_ranks
 from benchmarks.ratio import paired_ratio
 from benchmarks.script import judged, keep, options, read
 from ptdbench.job import Job
+from ptdbench.kernels.copies import Copies
 from ptdbench.launch.collect import gather
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
-from ptdbench.parallel.precision import DTYPES, Copies, cast_inputs
+from ptdbench.parallel.precision import DTYPES, cast_inputs
 from ptdbench.report.display import Display, Heading
 from ptdbench.setup import run_spec
 from ptdbench.workloads.train import assemble, steps

@@ -35,8 +35,8 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.model_speed import stepper
 from benchmarks.script import keep, options, read
 from benchmarks.tables import drawn
+from ptdbench.kernels import softmax  # noqa: F401 # makes operations of torch's
 from ptdbench.measure import memory
-from ptdbench.models import softmax  # noqa: F401 # makes operations of torch's
 from ptdbench.profiling import trace
 from ptdbench.setup import choices
 from ptdbench.training import profile

@@ -25,6 +25,7 @@ ROOMS = """
     checkpoints
     records
     parallel
+    kernels
     data models optim
     profiling
     measure

@@ -110,4 +110,5 @@ def _key(run: RunRecord) -> dict[str, object]:
         **{name: getattr(run, name) for name in size},
         **{name: getattr(run.environment, name) for name in ("cpu", "cores", "devices")},
         "steps": run.option("train.steps", int),
+        **({"kernels": run.kernels} if run.kernels == "torch" else {}),
     }

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, master_of
 from ptdbench.models.protocol import Role
 
 
@@ -197,13 +196,12 @@ class Head(nn.Module):
         super().__init__()
         self.norm = norm
         self.projection = nn.Linear(width, vocabulary, bias=False)
-        self.cross_entropy = LinearCrossEntropy()
+        self.cross_entropy: nn.Module = nn.CrossEntropyLoss()
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """``[batch, length, width]`` to logits ``[batch, length, vocabulary]``, or the mean loss in fp32."""
-        x = self.norm(x)
+        logits: Tensor = self.projection(self.norm(x))
         if targets is None:
-            return self.projection(x)
-        # If a narrow copy replaces the weight, the weight itself gets the gradient, summed in fp32.
-        loss: Tensor = self.cross_entropy(x, self.projection.weight, targets, master_of(self.projection))
+            return logits
+        loss: Tensor = self.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
         return loss

@@ -26,7 +26,8 @@ class Role:
     #: - ``rowwise``: a row-wise linear layer: each rank takes some inputs; the ranks' outputs are summed, and the bias
     #:   is added once.
     #: - ``vocabulary``: an embedding or a projection to logits: each rank has some tokens.
-    #: - ``loss``: a ``ptdbench.models.linear_cross_entropy.LinearCrossEntropy`` over a split vocabulary.
+    #: - ``loss``: an ``nn.CrossEntropyLoss``, or a ``ptdbench.kernels.linear_cross_entropy.LinearCrossEntropy``, over
+    #:   a split vocabulary.
     #: - ``sequence``: a module whose output goes only to split layers and to a loss; under sequence parallelism it
     #:   works on a rank's share of ``[batch, length, ...]``.
     #: - ``scatter``: a module whose output, ``[batch, length, ...]``, sequence parallelism scatters over the ranks.

@@ -13,17 +13,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.models.state import ModuleState, has_state
 from ptdbench.parallel.offloading import Offloading
 from ptdbench.problems import at_least, require
-
-
-def wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace ``module.forward`` with ``wrapper(module.forward)``.
-
-    Parameter names do not change, and hooks (DDP's, FSDP's) stay outside the wrapper.
-    """
-    module.forward = wrapper(module.forward)  # type: ignore[method-assign]
 
 
 class Activations:

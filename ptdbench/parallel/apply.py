@@ -9,22 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
 
+from ptdbench.kernels.copies import Copies
+from ptdbench.kernels.enable import Kernels, enable
+from ptdbench.kernels.wide_gradients import enable_wide_gradients
+from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.models.experts import Router
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model
 from ptdbench.parallel import context, experts, fp8, tensor
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.batchnorm import synchronize_batchnorm
 from ptdbench.parallel.compile import Compile, compile_parts, parts_outside_layers
 from ptdbench.parallel.ddp import replicate
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.fsdp import shard
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.options import Offload, Options
-from ptdbench.parallel.precision import DTYPES, Copies, Name, cast_inputs
-from ptdbench.parallel.wide_gradients import enable_wide_gradients
+from ptdbench.parallel.precision import DTYPES, Name, cast_inputs
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Setting:
     layout: BatchPlan  #: How the batch is split over them.
     device: torch.device  #: This rank's device.
     precision: Name = "fp32"  #: Dtype of the arithmetic.
+    kernels: Kernels = "fused"  #: Whose kernels compute, and by which recipe in a narrow format.
     compile: Compile = False  #: What is compiled, see :mod:`ptdbench.parallel.compile`.
     activations: Activations = field(default_factory=Keep)  #: What becomes of activations until the backward pass.
     seed: int = 0  #: Seed of the weights.
@@ -61,8 +65,8 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     parts = list((model.parts() or {}).values()) if needs_parts else []
     device, fill = setting.device, partial(_fill, model, setting)
     # First replace modules inside layers: all later transforms wrap them.
-    if options.sync_batchnorm and (is_sharded or is_replicated):
-        synchronize_batchnorm(module, setting.mesh.dp.get_group(), device)
+    synchronized = setting.mesh.dp.get_group() if options.sync_batchnorm and (is_sharded or is_replicated) else None
+    enable(module, setting.kernels, synchronized, device)
     if setting.precision in fp8.RECIPES:
         rows = setting.layout.micro_batch * setting.positions // dims.context
         fp8.convert(layers, setting.precision, sharded=is_sharded, rows=rows)
@@ -76,12 +80,12 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
         experts.force(module)
     if ranks := setting.mesh["tp"]:
         tensor.parallelize(model, module, ranks, sequence=options.sequence)
-    # Before layers are wrapped, as some are linear themselves. FSDP gathers weights in the compute dtype instead.
-    is_copied, splits = is_narrow and not is_sharded, options.splits_backward(dims)
-    if is_copied and not splits:
-        enable_wide_gradients(module)
-    # Inside recomputation, which repeats casts instead of keeping their results, and compilation, which fuses them.
-    cast_inputs(module, layers, setting.precision)
+    if is_narrow and setting.kernels == "fused":
+        # Before layers are wrapped, as some are linear themselves. FSDP gathers weights in the compute dtype instead.
+        if not (is_sharded or options.splits_backward(dims)):
+            enable_wide_gradients(module)
+        # Inside recomputation, which repeats casts instead of keeping their results, and compilation, which fuses them.
+        cast_inputs(module, layers, setting.precision)
     # Recomputation before compilation: the compiler sees it and can choose what to keep.
     if not setting.activations.after_compilation:
         setting.activations(layers)
@@ -89,15 +93,15 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     compile_parts(module, layers, parts, setting.compile)
     if setting.activations.after_compilation:
         setting.activations(layers)
-    # Outside all of these: weights are cast once for all micro-batches; the cast is neither traced nor recomputed.
-    units = [] if setting.compile == "whole" else [*layers, *parts_outside_layers(module, layers, parts)]
-    waits = not (is_replicated or splits)
-    copies = Copies(module, units, DTYPES[setting.precision], vectors_wait=waits) if is_copied else None
     # FSDP gathers weights in the compute dtype. Shards must be contiguous.
     if is_sharded:
-        formats: Any = {"precision": setting.precision, "offload": setting.offload != "none"}
-        part = shard(module, layers, parts, setting.mesh, options, dims, fill, shared, **formats)
-        return _completed(part, shared, setting, options, copies)
+        formats: Any = {"precision": setting.precision, "kernels": setting.kernels}
+        offload = setting.offload != "none"
+        part = shard(module, layers, parts, setting.mesh, options, dims, fill, shared, offload=offload, **formats)
+        return _completed(part, shared, setting, options, None)
+    # Outside all of these, as casts are neither traced nor recomputed.
+    units = [] if setting.compile == "whole" else [*layers, *parts_outside_layers(module, layers, parts)]
+    copies = _narrowed(module, units, setting, options) if is_narrow else None
     fill(module)
     # Convolution kernels take the images' memory format; otherwise their gradients would not match DDP's buckets.
     # Pipeline messages and PowerSGD's matrices, however, must be contiguous.
@@ -107,8 +111,18 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if is_replicated:
         static_graph = options.has_static_graph(setting.layout)
-        part = replicate(module, setting.mesh.dp_cp, device, options, static_graph=static_graph)
+        part = replicate(module, setting.mesh.dp_cp, device, options, setting.kernels, static_graph=static_graph)
     return _completed(part, shared, setting, options, copies)
+
+
+def _narrowed(module: nn.Module, units: Sequence[nn.Module], setting: Setting, options: Options) -> Copies | None:
+    """Let a module with whole weights compute in a narrow format, with casts in each pass or with :class:`Copies`."""
+    dtype, dims = DTYPES[setting.precision], setting.layout.dims
+    if setting.kernels == "torch":
+        wrap_forward(module, torch.autocast(setting.device.type, dtype))
+        return None
+    waits = not (options.replicates(dims) or options.splits_backward(dims))
+    return Copies(module, units, dtype, vectors_wait=waits)
 
 
 def _fill(model: Model, setting: Setting, part: nn.Module, prefix: str = "") -> None:
@@ -135,6 +149,7 @@ def _completed(
         settles.append(partial(fp8.forget, part.module))
     if dims.tensor > 1:
         settles.append(partial(tensor.add_up_partial, list(part.module.parameters())))
+        part = replace(part, around=loss_parallel)  # for losses that are not ours
     if shared or any(isinstance(inner, Router) for inner in part.module.modules()):
         routing = experts.Routing(part.module, shared, setting.mesh, setting.layout)
         begins.append(routing.begin)

@@ -18,17 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ptdbench.kernels.enable import Kernels
 from ptdbench.models.experts import Router
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.optim.groups import rules
 from ptdbench.parallel import experts, fp8
 from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import local_parts, modules_of_ranks
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_stages import by_stage, split_stages
 from ptdbench.parallel.precision import DTYPES, Name
 from ptdbench.parallel.roles import roles_of
-from ptdbench.parallel.tensor import split_dimensions
+from ptdbench.parallel.tensor import gathers_logits, split_dimensions
 
 #: The operations with formulas.
 OPERATIONS = (
@@ -61,6 +63,7 @@ class CommModel:
     layout: BatchPlan  #: How the global batch is split over the ranks.
     options: Options  #: The options of ``parallel``.
     precision: Name = "fp32"  #: Dtype of the arithmetic.
+    kernels: Kernels = "fused"  #: Whose recipe is used in a narrow format.
     recomputes: bool = False  #: Whether the backward pass recomputes some of the forward pass.
     gathers: int = 0  #: Bytes per element of each sharded matrix that the optimizer gathers; 0: none.
     forced: bool = False  #: Whether experts are chosen round-robin, whatever the model's routers do.
@@ -89,7 +92,8 @@ def comm_bytes(work: CommModel) -> dict[str, Size]:
     if options.sync_batchnorm and (is_replicated or work.is_sharded) and _batch_norms(model):
         terms.append(_unknown("all_reduce", "all_gather"))
     if max(dims.pipeline, dims.tensor, dims.context) > 1:
-        terms += _of_activations(work)
+        is_unknown = options.autocasts(dims, work.kernels, DTYPES[work.precision])
+        terms += [_of_autocast(dims)] if is_unknown else _of_activations(work)
     total = {name: sum(term.get(name, 0.0) for term in terms) / dims.pipeline for name in OPERATIONS}
     volumes: dict[str, Size] = {name: None if math.isnan(size) else size for name, size in total.items()}
     return volumes | (_of_experts(work, routers) if dims.expert > 1 and work.example[1].dim() > 1 else {})
@@ -115,12 +119,12 @@ def _of_copies(work: CommModel) -> dict[str, float]:
 def _of_shards(work: CommModel) -> dict[str, float]:
     """Return the traffic of FSDP.
 
-    A layer is gathered for its forward and again for its backward passes; the last layer and the weights outside layers
-    once for both. Gradients are reduce-scattered once per step, or if requested once per micro-batch, and the shards
-    averaged between replicas once per step (Zhao et al. 2023, arXiv 2304.11277); under a pipeline both happen once per
-    pass of its schedule. Shards are padded to equal sizes. How often pipeline stages gather layers that they free
-    depends on the order of micro-batches, and is unknown; so is how often they gather all layers, if a rank has more
-    than :data:`_KEPT_STAGES`. For weights gathered in fp8, ranks first agree on the scales.
+    A layer is gathered for its forward and again for its backward passes; the last layer, unless ``kernels=torch``, and
+    the weights outside layers once for both. Gradients are reduce-scattered once per step, or if requested once per
+    micro-batch, and the shards averaged between replicas once per step (Zhao et al. 2023, arXiv 2304.11277); under a
+    pipeline both happen once per pass of its schedule. Shards are padded to equal sizes. How often pipeline stages
+    gather layers that they free depends on the order of micro-batches, and is unknown; so is how often they gather all
+    layers, if a rank has more than :data:`_KEPT_STAGES`. For weights gathered in fp8, ranks first agree on the scales.
     """
     options, dims, passes = work.options, work.layout.dims, work.layout.accumulation
     parts, of = local_parts(work.model, options, dims), rules(module_of(work.model))
@@ -139,7 +143,7 @@ def _of_shards(work: CommModel) -> dict[str, float]:
     of_experts = experts.parts(work.model, dims)
     for stage in _stages(work):
         inside = set(stage.modules())
-        freed = [layer for layer in layers if layer in inside][:-1]
+        freed = [layer for layer in layers if layer in inside][: -1 if work.kernels == "fused" else None]
         of_freed = {weight for layer in freed for weight in layer.parameters()}
         for weight in stage.parameters():
             numbers = parts[weight].numel()
@@ -208,6 +212,14 @@ def _of_experts(work: CommModel, routers: Sequence[Router]) -> dict[str, Size]:
         return low if low == high else (low, high)
 
     return {"dispatch": between(low + counts, high + repeated), "combine": between(low, high)}
+
+
+def _of_autocast(dims: Dims) -> dict[str, float]:
+    """Return the traffic of activations whose dtypes torch chooses: unknown, except for the loss."""
+    if dims.tensor > 1:
+        return _unknown(*OPERATIONS)
+    of_stages = _unknown("send", "recv") if dims.pipeline > 1 else {}
+    return of_stages | (_unknown("all_to_all", "all_gather") | {"all_reduce": _WIDE} if dims.context > 1 else {})
 
 
 def _of_activations(work: CommModel) -> Iterator[dict[str, float]]:
@@ -289,7 +301,7 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
             yield {"all_gather": size}
         elif role.kind == "vocabulary" and isinstance(module.get_submodule(name), nn.Embedding):
             yield {"all_reduce": size}
-        elif role.kind == "vocabulary" and size:  # logits
+        elif role.kind == "vocabulary" and size and gathers_logits(work.model):
             yield _unknown("all_gather", "reduce_scatter", "all_reduce")
         elif role.kind == "loss":
             tokens = work.example[1].numel() * work.layout.replica_batch / work.layout.dims.context

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ptdbench.parallel.activations import wrap_forward
+from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.problems import ConfigError, Problem, first_line
 
 #: ``layers``: a graph for each layer, and for each other part of a model that is a chain. ``whole``: one graph for the

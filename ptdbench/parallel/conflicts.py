@@ -380,6 +380,19 @@ def of_gloo(options: Options, dims: Dims, model: Model, *, gathers: bool) -> lis
     ]
 
 
+def of_torch(options: Options, dims: Dims, backend: str, device_type: str, compiles: object) -> list[Row]:
+    """Return where torch's own recipes, ``kernels=torch``, do not work."""
+    return [
+        (options.sync_batchnorm and device_type == "cpu", "parallel.sync_batchnorm",
+         "with kernels=torch is nn.SyncBatchNorm, which takes tensors of GPUs only", "try false, or kernels=fused"),
+        (options.sent == "powersgd" and "nccl" not in backend, "parallel.gradients",
+         "with kernels=torch is torch's hook, whose messages may be in another order on each rank with gloo",
+         "try auto, bf16, or kernels=fused"),
+        (compiles == "whole" and dims.tensor > 1, "compile",
+         "is one graph, and with kernels=torch the loss is split outside of graphs", "try layers, or kernels=fused"),
+    ]  # fmt: skip
+
+
 def _unsharded(optimizer: object) -> str | None:
     """Return the name of an optimizer whose step uses operations that torch does not have for DTensors."""
     if isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
+from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.models.protocol import Model
 from ptdbench.parallel import ring
-from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.engine import Engine, Scale
 from ptdbench.parallel.options import Method
 from ptdbench.parallel.ring import HEADS, LENGTH

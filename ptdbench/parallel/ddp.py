@@ -14,9 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ptdbench.kernels.enable import Kernels
+from ptdbench.kernels.powersgd import PowerSGD
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.powersgd import PowerSGD
 from ptdbench.parallel.zero import Zero1
 from ptdbench.problems import ConfigError, Problem, require, said
 
@@ -33,7 +34,7 @@ _CHANGED = ("training graph has changed", "finished reduction in the prior itera
 
 
 def replicate(
-    module: nn.Module, mesh: DeviceMesh, device: torch.device, options: Options, *, static_graph: bool
+    module: nn.Module, mesh: DeviceMesh, device: torch.device, options: Options, kernels: Kernels, *, static_graph: bool
 ) -> LaidOutModule:
     """Wrap a module whose weights are materialized: DDP compares their shapes across replicas and builds buckets.
 
@@ -56,7 +57,7 @@ def replicate(
     is_complete = static_graph or finds_unused or options.pipeline_schedule.splits_backward
     compressor = None
     if options.sent == "powersgd":
-        compressor = PowerSGD(replica, mesh.get_group(), options.powersgd_rank, options.powersgd_start)
+        compressor = PowerSGD(replica, mesh.get_group(), options.powersgd_rank, options.powersgd_start, kernels)
     elif hook := _NARROW.get(options.sent):
         replica.register_comm_hook(mesh.get_group(), hook)
     return LaidOutModule(

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
 
+from ptdbench.kernels.copies import Copies
+from ptdbench.kernels.powersgd import PowerSGD
 from ptdbench.models.state import Modes, preserved
 from ptdbench.parallel.experts import Routing
-from ptdbench.parallel.powersgd import PowerSGD
-from ptdbench.parallel.precision import Copies
 from ptdbench.parallel.zero import Zero1
 
 #: Multiplies a loss by the loss scale before its backward pass.
@@ -36,8 +36,8 @@ class LaidOutModule:
     runner: nn.Module  #: The callable that runs it: the module itself, or DDP around it.
     #: Context of a forward and backward pass that does not communicate gradients.
     deferred: Callable[[], AbstractContextManager[object]] = nullcontext
-    #: Context of all passes of a step, which explains errors in communicating gradients.
-    explaining: Callable[[], AbstractContextManager[object]] = nullcontext
+    #: Context of all passes of a step, which explains errors in communicating gradients, or splits the loss.
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
     #: Averages the replicas' gradients after backward passes of the module instead of the runner.
     average: Callable[[], None] = lambda: None
     settles_after: int = 0  #: Backward passes until all further ones run the same operations in the same order.
@@ -173,7 +173,7 @@ class Accumulating(Engine):
         pieces = list(zip(inputs.split(self._micro_batch), targets.split(self._micro_batch), strict=True))
         total = torch.zeros((), device=inputs.device)
         self._part.begin(scale(torch.ones((), device=inputs.device) / len(pieces)))
-        with self._part.explaining():
+        with self._part.around():
             for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
                 with nullcontext() if number == len(pieces) else self._part.deferred():
                     loss = self._part.runner(some_inputs, some_targets) / len(pieces)
@@ -191,7 +191,8 @@ class Accumulating(Engine):
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
         """See :meth:`Engine.outputs`; not through DDP, which would synchronize the replicas."""
         try:
-            outputs = self.module(inputs) if targets is None else self.module(inputs, targets)
+            with self._part.around():
+                outputs = self.module(inputs) if targets is None else self.module(inputs, targets)
         finally:
             self._part.release()
         return outputs if self.owns_loss else None

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ptdbench.kernels.copies import copied_weights
+from ptdbench.kernels.enable import Kernels
 from ptdbench.models.protocol import Model, members, module_of
 from ptdbench.optim.groups import Rule, rules
 from ptdbench.parallel import experts
@@ -16,7 +18,7 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_stages import split_stages
-from ptdbench.parallel.precision import DTYPES, Name, copied_weights
+from ptdbench.parallel.precision import DTYPES, Name
 from ptdbench.parallel.tensor import split_dimensions
 from ptdbench.parallel.zero import assign_owners
 from ptdbench.problems import ConfigError, Problem, first_line
@@ -44,6 +46,7 @@ def footprints(
     *,
     average: bool,
     precision: Name = "fp32",
+    kernels: Kernels = "fused",
     pinned: bool = False,
 ) -> list[StateBytes]:
     """Return the footprint at each position in a pipeline, on the rank there with the largest shards or state.
@@ -55,11 +58,12 @@ def footprints(
         dims: Its degrees.
         average: Whether a moving average of the weights is kept.
         precision: Dtype of the arithmetic.
+        kernels: Whose recipe is used in a narrow format: torch's keeps no copies of weights between operations.
         pinned: Whether weights and gradients are in pinned host memory, where torch gives each a power of two.
     """
     in_buckets, narrow = options.replicates(dims), DTYPES[precision]
     owners = dims.ways("samples", "positions") if in_buckets and options.optimizer == "zero1" else 1
-    copied = None if options.shards(dims) or narrow == torch.float32 else narrow
+    copied = None if options.shards(dims) or narrow == torch.float32 or kernels == "torch" else narrow
     gradient_copies = 2 if in_buckets and not options.gradient_as_bucket_view else 1
     gradient_copies += in_buckets and options.gradients == "powersgd"  # error feedback
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}

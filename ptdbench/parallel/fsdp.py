@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ptdbench.kernels.enable import Kernels
 from ptdbench.parallel.compile import parts_outside_layers
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import LaidOutModule
@@ -36,6 +37,7 @@ def shard(
     experts: Collection[nn.Module],
     *,
     precision: Name = "fp32",
+    kernels: Kernels = "fused",
     offload: bool = False,
 ) -> LaidOutModule:
     """Shard a module over the ranks, layer by layer.
@@ -50,6 +52,7 @@ def shard(
         fill: Materializes a module, given the prefix of its names in ``module``.
         experts: Modules of experts that ranks share.
         precision: Dtype of the arithmetic.
+        kernels: ``torch``: a group for each layer and one for the rest, under torch's default policies.
         offload: Whether weights, gradients and optimizer state are kept in host memory.
     """
     assert options.sent != "powersgd"  # refused
@@ -57,18 +60,23 @@ def shard(
     # Inputs are cast by precision.cast_inputs(), as under every layout.
     wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     is_narrow = DTYPES[precision] != torch.float32
-    policy = replace(wide, param_dtype=DTYPES[precision]) if is_narrow else wide
+    is_fused = kernels == "fused"
+    policy = replace(wide, param_dtype=DTYPES[precision], cast_forward_inputs=not is_fused) if is_narrow else wide
     where = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type != "cpu") if offload else OffloadPolicy()
     group = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=where)
     cut = partial(_cut, group, wide if is_narrow else None, experts, mesh.ep_fsdp)
     names = {part: name for name, part in module.named_modules()}
-    tables, head = _around(module, layers, parts)
+    tables, head = _around(module, layers, parts) if is_fused else ([], [])
     frees = options.frees_after_forward(dims)
+    if not is_fused and not options.applies("pipeline", dims):
+        frees = options.reshard_after_forward  # on a single rank, too
     # The backward pass begins with the head and the last layer: gathering them again would be exposed. Embedding tables
     # are read in the forward pass only; they stay between passes that keep the other weights.
     between = options.frees_between_microbatches(dims) and dims.pipeline == 1
     freed: dict[nn.Module, bool | int] = dict.fromkeys(tables, between)
-    freed |= dict.fromkeys(layers[:-1], frees) | dict.fromkeys([*layers[-1:], *head], False)
+    freed |= dict.fromkeys(layers, frees)
+    if is_fused:
+        freed |= dict.fromkeys([*layers[-1:], *head], False)
     # Materialize and shard one group at a time, so that at most one is whole in memory.
     groups: dict[nn.Module, FSDPModule] = {}
     for unit, is_freed in freed.items():
@@ -76,11 +84,12 @@ def shard(
         groups[unit] = cut(unit, is_freed)
     for table in tables:
         groups[table].set_unshard_in_backward(False)
-        if dims.tensor > 1:  # the rows come from a DTensor; autograd refuses in-place writes to views of it anyway
-            warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(table).__name__}\) returned a view")
     # The remaining weights are gathered first and freed last.
     fill(module, "")
     root = cut(module, False)
+    for part in (*tables, *([] if is_fused else [root])) if dims.tensor > 1 else ():
+        # Rows, or torch's loss, come from a DTensor; autograd refuses in-place writes to views of it anyway.
+        warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(part).__name__}\) returned a view")
     if options.prefetch > 1:  # torch's default is to gather one ahead
         _prefetch([*dict.fromkeys([root, *groups.values()])], [groups[layer] for layer in layers[:-1]], options)
     _choose_messages(module, options)

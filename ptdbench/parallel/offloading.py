@@ -177,5 +177,5 @@ def _streams(device: torch.device) -> tuple[Any, Any]:
 
 
 def _is_copy(tensor: Tensor) -> bool:
-    """Whether a tensor is a weight's narrow copy, as made by :class:`ptdbench.parallel.precision.Copies`."""
+    """Whether a tensor is a weight's narrow copy, as made by :class:`ptdbench.kernels.copies.Copies`."""
     return tensor.grad_fn is not None and tensor.grad_fn.name() == "_CastWeightsBackward"

@@ -4,6 +4,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from ptdbench.kernels.enable import Kernels
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Degrees, Dims, Size, auto_degrees
 from ptdbench.parallel.pipeline_schedules import SCHEDULES, PipelineSchedule
@@ -56,6 +59,22 @@ class Options(Degrees[Size]):
     def replicates(self, dims: Dims) -> bool:
         """Whether DDP averages the gradients of unsharded weights, including over ranks that share a sequence."""
         return not self.shards(dims) and (self.applies("replicate", dims) or dims.ways("samples", "positions") > 1)
+
+    def autocasts(self, dims: Dims, kernels: Kernels, dtype: torch.dtype) -> bool:
+        """Whether torch chooses the dtype of each operation, and so of each message."""
+        return kernels == "torch" and dtype != torch.float32 and not self.shards(dims)
+
+    def stand_ins(self, dims: Dims, *, scales: bool) -> list[str]:
+        """Return what of ours is used with ``kernels=torch``; ``scales``: whether losses are scaled, as fp16 needs."""
+        used = {
+            f"attention across ranks ({self.context_method})": dims.context > 1,
+            "the exchange of tokens between experts": dims.expert > 1,
+            "zero1": self.replicates(dims) and self.optimizer == "zero1",
+            # Averaged gradients overflow everywhere, and torch asks the ranks that share weights of one mesh; but not
+            # those of other stages, nor of both meshes that experts and other weights are split over.
+            "loss scaling": scales and (dims.pipeline > 1 or dims.expert > 1),
+        }
+        return [name for name, is_used in used.items() if is_used]
 
     def communicators(self, dims: Dims) -> int:
         """Return the number of NCCL communicators of a rank."""

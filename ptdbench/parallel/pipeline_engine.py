@@ -92,24 +92,30 @@ def without_weights(model: Model) -> Model:
     return deepcopy(model, weights)
 
 
-def arriving(model: Model, names: Sequence[str], inputs: Tensor, dtype: torch.dtype, shares: int) -> Tensor:
+def arriving(
+    model: Model, names: Sequence[str], inputs: Tensor, dtype: torch.dtype, shares: int, *, autocasts: bool = False
+) -> Tensor:
     """Predict, on the meta device, what the model's first parts, with these names, would send for a micro-batch.
 
     The model's weights are on the meta device. ``shares``: the number of ranks that split the positions.
+    ``autocasts``: torch casts to ``dtype`` where it chooses, which it does on a real or virtual device only.
     """
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(inputs.device.type, dtype, enabled=autocasts):
         try:
-            batch, *rest = _through(deepcopy(model), names, torch.empty_like(inputs, device="meta"))
+            if autocasts:
+                raise RuntimeError
+            batch, *rest = _through(deepcopy(model), names, torch.empty_like(inputs, device="meta")).shape
         except RuntimeError:  # a part reads values, as transformers' masks do: on a virtual GPU they are zeros
-            batch, *rest = _through(deepcopy(model), names, inputs)
+            sent = _through(deepcopy(model), names, inputs)
+            (batch, *rest), dtype = sent.shape, sent.dtype if autocasts else dtype
             memory.release(inputs.device)
     if shares > 1:
         rest[0] //= shares
     return torch.empty(batch, *rest, dtype=dtype, device="meta", requires_grad=True)
 
 
-def _through(model: Model, names: Sequence[str], hidden: Tensor) -> torch.Size:
-    """Return the shape of a tensor after the parts with these names; each has weights on its device meanwhile."""
+def _through(model: Model, names: Sequence[str], hidden: Tensor) -> Tensor:
+    """Return a tensor after the parts with these names; each has weights on its device meanwhile."""
     parts = model.parts() or {}
     for name in names:
         held = members(name, parts[name]).values()
@@ -118,7 +124,7 @@ def _through(model: Model, names: Sequence[str], hidden: Tensor) -> torch.Size:
         hidden = parts[name](hidden)
         for module in held:
             module.to("meta")
-    return hidden.shape
+    return hidden
 
 
 #: torch's options, by what gets its own communicator: each pair of ranks and direction (since 2.15), or each direction
@@ -190,6 +196,7 @@ class Pipelined(Engine):
         self.rehearsals = settles + (layout.accumulation > 1) if settles else 1
         self._split, self._parts, self._layout, self._group, self._device = split, parts, layout, group, device
         self._dtype = DTYPES[setting.precision]
+        self._autocasts = options.autocasts(layout.dims, setting.kernels, self._dtype)
         self._sequence = layout.dims.tensor if options.sequence else 1  #: Ranks that share the positions of a message.
         self.links = open_links(group, device)
         kind = _LinkedStage if self._whole is None else LoneStage
@@ -209,11 +216,12 @@ class Pipelined(Engine):
         pieces = list(zip(inputs.split(size), targets.split(size), strict=True))
         for part in self._parts.values():
             part.begin(scale(torch.ones((), device=inputs.device) / (self._layout.microbatches * len(pieces))))
-        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
-            self._shares.clear()
-            self._pass(some_inputs, some_targets, last=number == len(pieces))
-            # The very first pass begins with torch's shape inference on uninitialized memory.
-            total += sum(self._shares[-self._layout.microbatches :])
+        with self.parts[0].around():
+            for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
+                self._shares.clear()
+                self._pass(some_inputs, some_targets, last=number == len(pieces))
+                # The very first pass begins with torch's shape inference on uninitialized memory.
+                total += sum(self._shares[-self._layout.microbatches :])
         for part in self._parts.values():
             part.settle()
             if self._averages_after:
@@ -243,7 +251,8 @@ class Pipelined(Engine):
             else:
                 arrived = receive_tensor(self._group, ranks[number - 1], inputs.device)
             try:
-                outputs = part.module(arrived) if targets is None else part.module(arrived, targets)
+                with part.around():
+                    outputs = part.module(arrived) if targets is None else part.module(arrived, targets)
             finally:
                 part.release()
             if number < last and number + 1 not in self._parts:
@@ -274,7 +283,8 @@ class Pipelined(Engine):
         for number, stage in self._stages.items():
             if isinstance(stage, LoneStage) and self._whole is not None and number and stage.arriving is None:
                 before, micro_batch = [*chain(*self._split.stages[:number])], inputs[: self._layout.micro_batch]
-                stage.arriving = arriving(self._whole, before, micro_batch, self._dtype, self._sequence)
+                shares, autocasts = self._sequence, self._autocasts
+                stage.arriving = arriving(self._whole, before, micro_batch, self._dtype, shares, autocasts=autocasts)
 
     def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
         """Return the scaled contribution of a micro-batch to the step's loss, from its mean loss."""

@@ -26,11 +26,11 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from ptdbench.grouping import grouped
+from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy
+from ptdbench.kernels.softmax import VocabularyShare
+from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.models.experts import Router
-from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
 from ptdbench.models.protocol import Model, module_of
-from ptdbench.models.softmax import VocabularyShare
-from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.roles import roles_of
 
 #: The dimension of ``[batch, length, ...]`` that sequence parallelism shards outside split layers.
@@ -65,13 +65,22 @@ def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: 
     ``module`` is on the meta device, or has the same values on all ranks. ``sequence``: whether positions are sharded
     between split layers.
     """
-    names, by_kind = dict(module.named_modules()), styles(sequence)
+    names = dict(module.named_modules())
+    losses = [names[name] for name, role in roles_of(model).items() if role.kind == "loss" and name in names]
+    splits_logits = any(not isinstance(loss, LinearCrossEntropy) for loss in losses)
+    by_kind = styles(sequence, splits_logits=splits_logits)
     same = grouped((weight, name) for name, weight in module.named_parameters(remove_duplicate=False))
     roles = {name: role for name, role in roles_of(model).items() if name in names and role.kind in by_kind}
     parallelize_module(module, mesh, {name: by_kind[role.kind] for name, role in roles.items()}, src_data_rank=None)
     for part in module.modules():
         spread(part, mesh, Replicate(), Replicate())
     _tie(module, same)
+    if splits_logits:  # the loss is a DTensor, and so are logits without targets
+        module.register_forward_hook(_whole)
+
+
+def _whole(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+    return output.full_tensor() if isinstance(output, DTensor) else output
 
 
 def overlap(mesh: DeviceMesh | None) -> None:
@@ -106,15 +115,19 @@ def add_up_partial(parameters: list[nn.Parameter]) -> None:
         parameter.grad = DTensor.from_local(values.view(parameter.shape), mesh, [Replicate()], run_check=False)
 
 
-def styles(sequence: bool) -> dict[str, ParallelStyle]:
-    """Return the parallel style for each kind of role; modules with other roles stay as they are."""
+def styles(sequence: bool, *, splits_logits: bool = False) -> dict[str, ParallelStyle]:
+    """Return the parallel style for each kind of role; modules with other roles stay as they are.
+
+    ``splits_logits``: logits stay split by tokens, for a loss under torch's ``loss_parallel``.
+    """
     shared = Shard(POSITIONS) if sequence else Replicate()
     scatter = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=shared)
+    logits: Placement = Shard(-1) if splits_logits else Replicate()
     return {
         "colwise": ColwiseParallel(),
         "local_colwise": _LocalColwise(),
         "rowwise": RowwiseParallel(output_layouts=shared),
-        "vocabulary": _Vocabulary(output_layouts=Replicate()),
+        "vocabulary": _Vocabulary(output_layouts=logits, use_local_output=not splits_logits),
         "loss": _LossOverVocabulary(),
         "sequence": _Sequence(output_layouts=shared, desired_output_layouts=Replicate(), use_local_output=False),
         "replicated": _Replicated(),
@@ -219,11 +232,13 @@ class _Vocabulary(ColwiseParallel):
 
 
 class _LossOverVocabulary(ParallelStyle):
-    """The style of a loss over a split vocabulary, computed from local tensors."""
+    """The style of a loss over a split vocabulary: ours, from local tensors, or torch's by ``loss_parallel``."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, LinearCrossEntropy)
-        module.register_forward_pre_hook(partial(self._localize, device_mesh))
+        if isinstance(module, LinearCrossEntropy):
+            module.register_forward_pre_hook(partial(self._localize, device_mesh))
+        else:
+            wrap_forward(module, torch.compiler.disable)  # a graph would not have the operations of loss_parallel
         return module
 
     @staticmethod
@@ -263,7 +278,7 @@ def _reading(kind: type[nn.Module], names: tuple[str, ...], of_gradient: Placeme
     """Return a subclass that reads the local tensors of some weights; equal modules share it and its compiled graphs.
 
     Attributes of these names are properties, as in torchtitan's SimpleFSDP. A replacement set on the instance takes
-    precedence over the weight, see :class:`ptdbench.parallel.precision.Copies`.
+    precedence over the weight, see :class:`ptdbench.kernels.copies.Copies`.
     """
 
     def attribute(name: str) -> property:

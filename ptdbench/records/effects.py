@@ -28,11 +28,14 @@ _OPTIONS = {
     "cluster.gpus_per_node": ("shape", "layout", "ranks"),
     "cluster.cpus_per_rank": ("shape", "layout"),
     "parallel": ("layout", "told"),
-    **dict.fromkeys(("activations", "compile", "offload", "profile", "checkpoint"), ("layout",)),
+    **dict.fromkeys(("activations", "compile", "kernels", "offload", "profile", "checkpoint"), ("layout",)),
     **{f"parallel.{degree}": ("layout", "degree") for degree in Dims.rows()},
     "train.global_batch": ("batch", "told"),
     "train.micro_batch": ("batch", "layout"),
 }
+
+#: What runs used whose records are from versions without these options.
+EARLIER = {"kernels": "fused"}
 
 #: Keys that identify a group's choice and are not options.
 OF_CHOICE = ("name", "label", "_target_", "_partial_")

@@ -14,7 +14,7 @@ import msgspec
 from ptdbench.files import strict
 from ptdbench.problems import as_typed, in_shell
 from ptdbench.records import schema, store
-from ptdbench.records.effects import affects, leaves, options_affecting
+from ptdbench.records.effects import EARLIER, affects, leaves, options_affecting
 from ptdbench.records.failure import Failure, status_of
 from ptdbench.records.run_record import UNFINISHED, RunRecord, option, start_command
 from ptdbench.records.schema import Configuration, Draft, Owner, Written
@@ -53,6 +53,7 @@ def begin(
         "parallel": option(written, "parallel.name", str),
         "global_batch": option(written, "train.global_batch", schema.Degree),
         "precision": option(written, "precision", str),
+        "kernels": option(written, "kernels", str),
         "fingerprint": fingerprint(config),
         "overrides": None if overrides is None else list(overrides),
         "sources": None if overrides is None else sources(),
@@ -67,8 +68,8 @@ def begin(
 
 #: Fields of a record that were known before the run was started: its configuration's and those of its summary.
 _BEFORE_START = (
-    "world_size", "kind", "model", "parallel", "global_batch", "precision", "parameters", "tokens_per_sample", "layout",
-    "variables",
+    "world_size", "kind", "model", "parallel", "global_batch", "precision", "kernels", "parameters",
+    "tokens_per_sample", "layout", "variables",
 )  # fmt: skip
 
 
@@ -152,7 +153,8 @@ def work(config: Configuration, ignored: Collection[str] = ()) -> str:
 
 def _asked(config: Configuration) -> dict[str, object]:
     """Return the options of a resolved configuration that identify its run, by their dotted names."""
-    asked = {name: value for name, value in leaves(config) if not affects(name, "nothing", "queue") and value != {}}
+    options = ((name, value) for name, value in leaves(config) if value != {} and EARLIER.get(name) != value)
+    asked = {name: value for name, value in options if not affects(name, "nothing", "queue")}
     unset = {name for name in options_affecting("shape") if asked.get(name) is None}
     return {name: value for name, value in asked.items() if name not in unset}
 

@@ -12,7 +12,7 @@ from msgspec.structs import asdict, replace
 
 from ptdbench.files import strict
 from ptdbench.records import schema
-from ptdbench.records.effects import affects
+from ptdbench.records.effects import EARLIER, affects
 from ptdbench.records.schema import Configuration, Draft, Identity, Record, Written
 from ptdbench.terminal import command, under
 
@@ -58,6 +58,7 @@ class RunRecord(Record, kw_only=True, eq=False):
     def of(cls: type[R], written: Draft) -> R:
         """Return a record in JSON types as its readers get it; raises msgspec.ValidationError for a wrong type."""
         fields = asdict(msgspec.convert(written, Record))
+        fields["kernels"] = fields["kernels"] or (EARLIER["kernels"] if fields["model"] else None)
         return cls(**{name: value for name, value in fields.items() if value is not None}, written=written)
 
     @property

@@ -395,6 +395,7 @@ class Remarks(Struct, omit_defaults=True):
 
     check: str | None = None  #: What the check before the run (``check=true``) found unsound.
     pipeline: str | None = None  #: Which stages have too much of the model for a pipeline to be faster than one rank.
+    kernels: str | None = None  #: What of ours was used with ``kernels=torch``.
     ceiling: str | None = None  #: That the run exceeded the ceiling, and the result of measuring the ceiling again.
     cut_short: str | None = None  #: Why there were fewer steps than requested.
     #: The step and the checkpoint from which the run resumed, and how its ranks or its layout changed since then.
@@ -493,6 +494,8 @@ class Record(Identity):
     sources: list[str] | None = None  #: ``--config-dir`` and the like, as typed for the run; null if unknown.
     #: Environment variables that ``hydra.job.env_set`` gives the run; null if unknown.
     variables: dict[str, str] | None = None
+    #: ``fused``: our kernels, or ``torch``: torch's own recipes; null in records of earlier versions, which were fused.
+    kernels: str | None = None
 
 
 #: The maximum nesting depth of mappings and lists: deeper ones would overwhelm readers of a record.

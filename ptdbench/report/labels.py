@@ -11,7 +11,7 @@ from pathlib import Path
 from ptdbench.comparison.alternatives import name_of_sweep, sweep_of
 from ptdbench.grouping import grouped
 from ptdbench.parallel.dims import Dims
-from ptdbench.records.effects import OF_CHOICE, affects, leaves, short_names
+from ptdbench.records.effects import EARLIER, OF_CHOICE, affects, leaves, short_names
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report.text import range_text
 from ptdbench.terminal import plural
@@ -66,7 +66,7 @@ def options(record: RunRecord) -> dict[str, object]:
         for name, value in sorted(leaves(record.config), key=lambda leaf: leaf[0].count("."))
         if not affects(name, "start", "sweep") and _last(name) not in _REPEATING
     ]
-    return dict(kept)
+    return {**(EARLIER if "precision" in record.config else {}), **dict(kept)}
 
 
 def as_text(value: object) -> str:
@@ -122,7 +122,9 @@ def title(runs: Sequence[RunRecord], more: Iterable[str] = ()) -> str:
     sizes = [run.parameters for run in runs if run.parameters]
     parameters = f"{range_text(sizes, '{:,}'.format)} parameters" if sizes else ""
     precisions = dict.fromkeys(run.precision for run in runs if run.precision)
-    parts = [runs[0].model, parameters, ", ".join(precisions), *more]
+    kernels = sorted({run.kernels for run in runs if run.kernels})
+    whose = f"kernels={','.join(kernels)}" if "torch" in kernels else ""
+    parts = [runs[0].model, parameters, ", ".join(precisions), whose, *more]
     return " · ".join(filter(None, parts))
 
 
@@ -167,6 +169,7 @@ _DETAILS: tuple[_Detail, ...] = (
     lambda record: f"b{size}" if (size := record.requested_batch) else "",
     _nodes,
     lambda record: str(record.precision),
+    lambda record: f"kernels={record.kernels}",
     lambda record: f"m{count}" if (count := record.layout.microbatches) else "",
     lambda record: f"acc{count}" if (count := record.layout.accumulation) else "",
     None,

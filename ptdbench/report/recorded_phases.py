@@ -121,6 +121,7 @@ def _work(record: RunRecord) -> dict[str, object]:
         "{} tokens a sample": record.tokens_per_sample,
         "train.global_batch={}": record.global_batch,
         "precision={}": record.precision,
+        "kernels={}": record.kernels,
     }
 
 

@@ -151,6 +151,13 @@ def _python_that_is_read(run: RunRecord) -> str | None:
 #: Waiting for data is mentioned if it takes at least this fraction of a run's time.
 _WAITED = 0.05
 
+#: By the ``kernels`` of runs in a narrow format: what their recipe is, and what shows the other.
+_RECIPES = {
+    ("fused",): "one arithmetic under every layout, by ptdbench's kernels: kernels=torch has torch's recipe for each",
+    ("torch",): "torch's recipe for each layout: kernels=fused has one arithmetic under all",
+    ("fused", "torch"): "kernels=fused is one arithmetic under every layout, kernels=torch is torch's recipe for each",
+}
+
 #: A GPU's held-back clocks are mentioned if they affect more than this fraction of a run's time.
 _HELD_BACK = 0.01
 
@@ -178,6 +185,8 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *_clock_remarks(by_name),
         *load_remarks([(name, place.alternative.runs) for name, place in places]),
         *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.pipeline)),
+        *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.kernels)),
+        *_recipe(records),
         *_each_once(run.remarks.check for run in records),
         *(f"{name}: took {said}" for name, run in by_name if (said := run.remarks.cut_short)),
         *(
@@ -187,6 +196,12 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         ),
         *virtual.remarks(records),
     ]
+
+
+def _recipe(records: Sequence[RunRecord]) -> list[str]:
+    """Say by which recipe runs in a narrow format computed, and how to see the other."""
+    kernels = {run.kernels or "" for run in records if run.precision in ("bf16", "fp16")}
+    return [text] if (text := _RECIPES.get(tuple(sorted(kernels)))) else []
 
 
 def _devices(places: Sequence[tuple[str, Standing]]) -> Iterator[str]:

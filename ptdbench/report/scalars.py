@@ -168,7 +168,9 @@ def hparams(record: RunRecord, swept: Mapping[str, bool]) -> dict[str, str | flo
     as ``auto,2`` are text, as it cannot sort a column of numbers and words.
     """
     config, called = options(record), short_names(swept)
-    chosen: dict[str, str | float] = {name: getattr(record, name) or "" for name in ("model", "parallel", "precision")}
+    chosen: dict[str, str | float] = {
+        name: getattr(record, name) or "" for name in ("model", "parallel", "precision", "kernels")
+    }
     chosen |= {"ranks": record.world_size or 0, "batch": record.global_batch or 0}
     for name, is_number in swept.items():
         value = config.get(name)

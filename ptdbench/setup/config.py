@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ptdbench.kernels.enable import Kernels
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import store
 from ptdbench.records.effects import OF_CHOICE, leaves
@@ -169,6 +170,7 @@ class General:
     """The options at the root of the configuration."""
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp8_tensorwise"]
+    kernels: Kernels
     compile: Literal[False, "layers", "whole", "autotune"]
     offload: Literal["none", "optimizer_and_weights"]
     seed: Natural

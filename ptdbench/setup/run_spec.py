@@ -81,7 +81,7 @@ class RunSpec:
         """The summary for a process that is not itself a rank."""
         fields: dict[str, Any] = {"world_size": self.world_size, **({"kind": "virtual"} if self.virtual else {})}
         if (training := self.training) is None:
-            fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision"))
+            fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision", "kernels"))
         else:
             layout, tokens = training.layout.as_dict(), training.data.tokens_per_sample
             parameters = parameter_count(module_of(training.model))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -81,17 +81,28 @@ class TrainingSpec:
     def footprints(self) -> list[StateBytes]:
         """Return the training state of a rank of each pipeline stage."""
         parts = (self.model, self.optimizer, self.strategy, self.layout.dims)
-        average, precision = self.config.train.ema is not None, self.config.general.precision
-        return footprints(*parts, average=average, precision=precision, pinned=self.pinned)
+        general, average = self.config.general, self.config.train.ema is not None
+        formats: Any = {"precision": general.precision, "kernels": general.kernels}
+        return footprints(*parts, average=average, **formats, pinned=self.pinned)
 
     def volume(self, *, forced: bool = False) -> dict[str, Size]:
         """Return the bytes of communication in a step by formula, by operation; only before :meth:`engine`.
 
         With ``forced``, tokens are routed to the experts in turn, as on virtual GPUs.
         """
-        recomputes, precision = not isinstance(self.activations, Keep), self.config.general.precision
-        example, layout, gathers = self.data.example(), self.layout, self.gathers
-        return comm_bytes(CommModel(self.model, example, layout, self.strategy, precision, recomputes, gathers, forced))
+        general = self.config.general
+        work = CommModel(
+            model=self.model,
+            example=self.data.example(),
+            layout=self.layout,
+            options=self.strategy,
+            precision=general.precision,
+            kernels=general.kernels,
+            recomputes=not isinstance(self.activations, Keep),
+            gathers=self.gathers,
+            forced=forced,
+        )
+        return comm_bytes(work)
 
     @property
     def gathers(self) -> int:
@@ -105,6 +116,22 @@ class TrainingSpec:
             gathers = self.gathers > 0 and self.config.general.offload == "none"
             rows = conflicts.of_gloo(self.strategy, self.layout.dims, self.model, gathers=gathers)
             require(next(conflicts.problems(self.strategy, rows, backend), None))
+        general = self.config.general
+        if general.kernels == "torch":
+            rows = conflicts.of_torch(self.strategy, self.layout.dims, backend, device_type, general.compile)
+            require(next(conflicts.problems(self.strategy, rows, general.compile), None))
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled."""
+        return self.config.general.precision == "fp16"
+
+    def stand_ins(self) -> str | None:
+        """Say what of ours is used with ``kernels=torch``, if anything."""
+        used = self.strategy.stand_ins(self.layout.dims, scales=self.scales)
+        if self.config.general.kernels == "fused" or not used:
+            return None
+        return f"kernels=torch, except for {', '.join(used)}, where ptdbench's own stands in"
 
     @property
     def communicators(self) -> int:
@@ -131,6 +158,7 @@ class TrainingSpec:
             layout=self.layout,
             device=device,
             precision=general.precision,
+            kernels=general.kernels,
             compile=general.compile,
             activations=self.activations,
             seed=general.seed,
@@ -391,13 +419,13 @@ def _check_observed(
         return
     general, shards, pipeline = config.general, strategy.shards(dims), strategy.applies("pipeline", dims)
     again, treatment = isinstance(activations, Recompute | Selective), config.call("activations").name
+    has_copies = DTYPES[general.precision] != torch.float32 and general.kernels == "fused"
     rows = [
         (shards, "weights", "parallel.shard", strategy.shard, "FSDP drops what it has gathered", "parallel=ddp"),
         (dims.tensor > 1, "weights", "parallel.tensor", dims.tensor, "ranks divide the weights", "parallel=ddp"),
         (pipeline, "weights", "parallel.pipeline", strategy.pipeline, "each stage runs it for each micro-batch",
          "parallel=ddp"),
-        (DTYPES[general.precision] != torch.float32, "weights", "precision", general.precision,
-         "it has narrow copies of them", "fp32"),
+        (has_copies, "weights", "precision", general.precision, "it has narrow copies of them", "fp32"),
         (again, "weights", "activations", treatment, "it runs again in the backward pass", "keep, offload"),
         (again and bool(general.compile), "buffers", "activations", treatment,
          "a compiled layer runs again on changed ones", "keep, offload, or compile=false"),

@@ -13,19 +13,20 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ptdbench.data.feed import Feed
 from ptdbench.grouping import grouped
+from ptdbench.kernels.loss_scaling import AgreedGradScaler
 from ptdbench.measure import clock, memory
 from ptdbench.optim.averaging import WeightAverage
 from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.mesh import Mesh
-from ptdbench.parallel.precision import AgreedGradScaler
 from ptdbench.setup.config import Train
 
 
 class Update:
     """Turns gradients into new weights, with clipping and averaging as in the ``train`` options.
 
-    ``optimizer``: newly created over the engine's parameters; ``scale``: whether to scale losses, as fp16 needs.
+    ``optimizer``: newly created over the engine's parameters; ``scale``: whether to scale losses, as fp16 needs, by a
+    ``scaler``.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Update:
         options: Train,
         device: torch.device,
         scale: bool = False,
+        scaler: type[torch.amp.GradScaler] = AgreedGradScaler,
     ) -> None:
         self.optimizer = optimizer
         #: ``optimizer.lr`` times the schedule's factor, for each step since the last :meth:`forget`.
@@ -49,7 +51,7 @@ class Update:
         self._rates = [group["lr"] for group in optimizer.param_groups]
         # On the device of the weights: with offloading that is the host, which would not wait for async copies.
         held = next((weight.device for group in optimizer.param_groups for weight in group["params"]), device)
-        self._scaler = AgreedGradScaler(held.type, enabled=scale)
+        self._scaler = scaler(held.type, enabled=scale)
         self._average = WeightAverage(optimizer, options.ema, engine.share_weights) if options.ema else None
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from msgspec import structs
 from ptdbench.data.feed import Feed
 from ptdbench.data.protocol import require_same_on_all_ranks
 from ptdbench.job import Job, Outcome, Results
+from ptdbench.kernels.loss_scaling import AgreedGradScaler
 from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import barrier, gather, most
 from ptdbench.launch.stop_signal import StopSignal
@@ -71,7 +72,7 @@ class _Training:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._remarks = Remarks(pipeline=job.training.imbalance())
+        self._remarks = Remarks(pipeline=job.training.imbalance(), kernels=job.training.stand_ins())
         if self._remarks.pipeline and job.world.is_first:
             job.note(Results(remarks=self._remarks))  # also if the run fails, by lack of memory for example
         self.loop = loop = assemble(job)
@@ -220,13 +221,16 @@ def assemble(job: Job) -> StepLoop:
     place = job.world.rank // dims.ways("products")
     torch.manual_seed(random.Random(f"{job.spec.config.general.seed} {place}").getrandbits(63))
     rendezvous.be_patient(rendezvous.patience_for(job.spec.config.general.timeout_minutes))
+    is_ours = "loss scaling" in training.strategy.stand_ins(dims, scales=training.scales)
+    is_plain = training.config.general.kernels == "torch" and not is_ours
     update = Update(
         engine,
         engine.optimizer(training.optimizer),
         training.schedule,
         job.spec.config.train,
         job.device,
-        scale=job.spec.config.general.precision == "fp16",
+        scale=training.scales,
+        scaler=torch.amp.GradScaler if is_plain else AgreedGradScaler,
     )
     replica = mesh.dp.get_local_rank()
     feed = Feed(training.data, partial(training.layout.rows, replica=replica), job.device)

@@ -127,7 +127,7 @@ def test_pairs_of_each_model_are_judged_together():
     "other",
     [
         *(on(MACHINE, run(**size)) for size in ({"model": "gpt_small"}, {"world_size": 4}, {"global_batch": 32})),
-        on(MACHINE, run(precision="bf16")),
+        *(on(MACHINE, run(**chosen)) for chosen in ({"precision": "bf16"}, {"kernels": "torch"})),
         *(on(MACHINE, run(**size)) for size in ({"parameters": 2345}, {"tokens_per_sample": 64})),
         on(MACHINE, run(), steps=10),
         on(MACHINE, run(), nodes=["n2"]),

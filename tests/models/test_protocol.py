@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 from torchvision.models.resnet import Bottleneck
 
+from ptdbench.kernels.copies import Copies
 from ptdbench.models.gpt import GPT
 from ptdbench.models.llama import Llama
 from ptdbench.models.moe import MoE
@@ -16,7 +18,7 @@ from ptdbench.models.protocol import Model, default_loss
 from ptdbench.models.resnet import ResNet
 from ptdbench.models.toy import Toy
 from ptdbench.parallel import tensor
-from ptdbench.parallel.precision import DTYPES, Copies, cast_inputs
+from ptdbench.parallel.precision import DTYPES, cast_inputs
 from tests.models.made import filled, small_resnet
 from tests.parallel.ranks import on_ranks
 from tests.refusals import refusal_of
@@ -224,7 +226,8 @@ def divided_among_ranks() -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
         roles = {name for name, role in model.roles().items() if role.kind in ("colwise", "rowwise", "vocabulary")}
         tied = {second.removesuffix(".weight") for _, second in model.tied()}
         assert {f"{name}.weight" for name in roles - tied} <= cut
-        divided = model(inputs).detach(), model(inputs, targets).detach()
+        with loss_parallel():
+            divided = model(inputs).detach(), model(inputs, targets).detach()
         outputs_of[f"{family}, {sequence}"] = [*zip(whole, divided, strict=True)]
     return outputs_of
 

@@ -11,10 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptdbench.parallel.activations import Keep, Offload, Recompute, Selective, wrap_forward
+from ptdbench.kernels.copies import Copies
+from ptdbench.kernels.wrapping import wrap_forward
+from ptdbench.parallel.activations import Keep, Offload, Recompute, Selective
 from ptdbench.parallel.compile import compile_parts
 from ptdbench.parallel.offloading import _Run
-from ptdbench.parallel.precision import Copies, cast_inputs
+from ptdbench.parallel.precision import cast_inputs
 from ptdbench.setup import training_spec
 from tests.conftest import read
 from tests.parallel.made import refused, small, with_weights

@@ -61,6 +61,9 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
         Strategy(shard="auto", tensor=2, sequence=True, reduce_scatter_each_microbatch=True), {"micro_batch": 2}),
     "hsdp that reduces each": (
         Strategy(replicate=2, shard="auto", reduce_scatter_each_microbatch=True), {"micro_batch": 1}),
+    "fsdp by torch": (Strategy(shard="auto"), {"micro_batch": 1, "precision": "bf16", "kernels": "torch"}),
+    "tensor by torch": (Strategy(shard="auto", tensor=2), {"micro_batch": 1, "precision": "bf16", "kernels": "torch"}),
+    "context by torch": (Strategy(replicate="auto", context=2), {"precision": "bf16", "kernels": "torch"}),
     "fsdp that gathers ahead": (Strategy(shard="auto", prefetch=2), {"micro_batch": 1}),
     "fsdp in groups": (Strategy(shard="auto", reshard_after_forward=2), {}),
     "fsdp that recomputes": (Strategy(shard="auto"), {"activations": Recompute()}),
@@ -110,6 +113,7 @@ UNKNOWN = {
     "powersgd": {"all_reduce"},
     "stages of two layers in shards": {"all_gather"},
     "tensor by muon": {"all_gather"},
+    "context by torch": {"all_to_all", "all_gather"},
     "context that recomputes": {"all_to_all"},
     "ring that recomputes": {"all_gather"},
 }
@@ -165,10 +169,11 @@ class Seen:
 def of_case(name: str) -> Seen:
     """In a rank: steps of a layout, the last of which is looked at."""
     strategy, options = CASES[name]
-    setting = {option: value for option, value in options.items() if option in ("precision", "activations")}
+    setting = {option: value for option, value in options.items() if option in ("precision", "kernels", "activations")}
     make_model, make_data = next(made for begins, made in MODELS.items() if name.startswith(begins))
     model, data, by_muon = on_meta(make_model), make_data(seed=0), "muon" in options
     micro_batch, precision = options.get("micro_batch", "auto"), options.get("precision", "fp32")
+    kernels = options.get("kernels", "fused")
     make = muon_of(model) if by_muon else partial(torch.optim.AdamW, fused=True)
 
     def step() -> None:
@@ -184,11 +189,11 @@ def of_case(name: str) -> Seen:
     sent = Counter[str]()
     for call in calls_of(step):
         sent[call.operation] += call.bytes
-    stages = footprints(model, make, strategy, layout.dims, average=False, precision=precision)
+    stages = footprints(model, make, strategy, layout.dims, average=False, precision=precision, kernels=kernels)
     foreseen = stages[layout.dims.stage(dist.get_rank())]
     return Seen(
         comm_bytes(CommModel(
-            model, data.example(), layout, strategy, precision,
+            model, data.example(), layout, strategy, precision, kernels,
             recomputes="activations" in options, gathers=4 * by_muon,
         )),
         sent, foreseen, held(engine, optimizer), [str(warning.message) for warning in warned],
@@ -225,6 +230,7 @@ over_cases = cases(
         "ddp in bf16", "images in shards", "zero1", "zero1 of two stages a rank", "powersgd",
         "fsdp by muon", "hsdp", "pdp by muon", "stages with a frozen weight in common", "tensor and shards",
         "tensor and stages", "context and shards", "ring and tensor", "llama in bf16", "experts chosen in replicas",
+        "fsdp by torch",
     ],
 )  # fmt: skip
 

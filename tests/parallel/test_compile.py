@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from ptdbench.kernels.copies import Copies
 from ptdbench.local_part import local_part
 from ptdbench.models.llama import Llama
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.compile import Compile, compile_parts, parts_outside_layers, start_afresh
-from ptdbench.parallel.precision import Copies, cast_inputs
+from ptdbench.parallel.precision import cast_inputs
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from ptdbench.setup import training_spec

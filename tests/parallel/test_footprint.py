@@ -40,6 +40,15 @@ def test_gradients_without_bucket_views_count_twice(in_buckets, copies):
     assert footprint.gradients == copies * footprint.weights
 
 
+def test_only_fused_kernels_keep_narrow_copies():
+    (wide,), (fused,), (plain,) = (
+        footprints(uneven(), ADAMW, average=False, precision=precision, kernels=kernels)
+        for precision, kernels in (("fp32", "fused"), ("bf16", "fused"), ("bf16", "torch"))
+    )
+    assert plain == wide
+    assert fused.weights == wide.weights * 3 // 2
+
+
 def test_footprint_of_a_users_stages():
     """Its parts are pieces, which hold none themselves."""
     module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))

@@ -11,10 +11,11 @@ from torch import nn
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.state import TrainingState
+from ptdbench.kernels.copies import Copies
 from ptdbench.local_part import local_part
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel import fp8
-from ptdbench.parallel.precision import Copies, cast_inputs
+from ptdbench.parallel.precision import cast_inputs
 from ptdbench.parallel.strategy import Strategy
 from tests.parallel.made import data, gpt, laid_out
 from tests.parallel.ranks import on_ranks

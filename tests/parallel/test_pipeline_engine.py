@@ -3,12 +3,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ptdbench.kernels.copies import Copies
 from ptdbench.models.gpt import GPT
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel import pipeline_stages as stages
 from ptdbench.parallel.pipeline_engine import arriving, receive_tensor, send_tensor, without_weights
 from ptdbench.parallel.pipeline_stages import Stage
-from ptdbench.parallel.precision import Copies
 from tests.parallel.ranks import on_ranks
 
 TENSORS = {

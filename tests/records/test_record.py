@@ -39,6 +39,12 @@ def test_what_is_refused_leaves_a_record_that_can_be_read(tmp_path, option, valu
     assert parse(written).config == typed
 
 
+def test_a_record_of_before_kernels_were_chosen_is_of_fused_ones():
+    assert (run(kernels=None).kernels, run(kernels="torch").kernels) == ("fused", "torch")
+    assert record.same_work(CONFIG, CONFIG | {"kernels": "fused"})
+    assert not record.same_work(CONFIG, CONFIG | {"kernels": "torch"})
+
+
 def test_an_option_is_there_and_of_its_type_or_it_is_none():
     one = made({"config": {"repeat": {"block": [1], "series": "a"}, "train": None}})
     assert one.option("repeat.series", str) == "a"

@@ -33,6 +33,7 @@ def test_titles_say_what_differs(runs, expected):
 def test_a_title_is_what_all_runs_of_a_model_have_in_common():
     assert title([run(), run("fsdp", parameters=7)]) == "gpt_tiny · 7 to 1,234,567 parameters · fp32"
     assert title([run(parameters=None, precision=None)], ["batch 16"]) == "gpt_tiny · batch 16"
+    assert title([run(parameters=None, kernels="torch")]) == "gpt_tiny · fp32 · kernels=torch"
 
 
 def layout(parallel, **degrees):
@@ -44,6 +45,7 @@ def layout(parallel, **degrees):
     [
         ([layout("pdp", replicate=2, pipeline=4, microbatches=8)], ["pdp 2x4 1f1b"]),
         ([run("ddp"), run("ddp", precision="bf16")], ["ddp fp32", "ddp bf16"]),
+        ([run("ddp"), run("ddp", kernels="torch")], ["ddp kernels=fused", "ddp kernels=torch"]),
         ([run("ddp"), run("fsdp", precision="bf16")], ["ddp", "fsdp"]),
         ([pdp(), pdp(microbatches=8)], ["pdp 1x2 1f1b m4", "pdp 1x2 1f1b m8"]),
         ([layout("fsdp", replicate=1, shard=4, pipeline=1)], ["fsdp"]),

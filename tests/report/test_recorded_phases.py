@@ -81,6 +81,7 @@ def test_phases_that_do_not_belong_together_are_damaged(changes, wrong):
         ({"tokens_per_sample": 64}, "None tokens a sample and 64 tokens a sample"),
         ({"global_batch": 32}, "train.global_batch=16 and train.global_batch=32"),
         ({"precision": "bf16"}, "precision=fp32 and precision=bf16"),
+        ({"kernels": "torch"}, "kernels=fused and kernels=torch"),
     ],
 )
 def test_runs_of_other_work_are_not_compared(changes, difference):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from ptdbench.kernels.copies import Copies
+from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy
+from ptdbench.kernels.softmax import VocabularyShare
+from ptdbench.kernels.wide_gradients import enable_wide_gradients
 from ptdbench.models.gpt import MLP
-from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
-from ptdbench.models.softmax import VocabularyShare
-from ptdbench.parallel.precision import Copies
-from ptdbench.parallel.wide_gradients import enable_wide_gradients
 
 #: On a GPU of 20 GiB two chunks.
 ROWS, VOCABULARY, WIDTH = 6000, 50304, 64

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptdbench.models.softmax import VocabularyShare, cross_entropy_
+from ptdbench.kernels.softmax import VocabularyShare, cross_entropy_
 
 # Each chunk reads and writes the whole fp32 gradient of the weight once, 8 bytes per element, for 6 FLOPs per element
 # and row. A datacenter GPU computes 200 to 300 FLOPs in the time of a byte: with 4096 rows this traffic takes a tenth

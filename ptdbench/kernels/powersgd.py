@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ptdbench.kernels.enable import Kernels
+
 #: Added to the norm of a column before dividing by it, as the gradient of a matrix may be zero.
 _EPSILON = 1e-8
 
@@ -69,9 +71,13 @@ class PowerSGD:
         group: Its replicas.
         rank: Columns of the two matrices.
         start: Number of first steps with exact averages, at least 2: until then DDP rebuilds its buckets.
+        kernels: ``torch``: the hook as it is.
     """
 
-    def __init__(self, replica: DistributedDataParallel, group: dist.ProcessGroup, rank: int, start: int) -> None:
+    def __init__(
+        self, replica: DistributedDataParallel, group: dist.ProcessGroup, rank: int, start: int, kernels: Kernels
+    ) -> None:
+        self._hook = _hook if kernels == "fused" else powerSGD_hook
         self._state = PowerSGDState(group, rank, start, orthogonalization_epsilon=_EPSILON)
         self._number = {weight: number for number, weight in enumerate(replica.module.parameters())}
         self._order: dict[int, list[int]] = {}  # the weights of each bucket
@@ -115,7 +121,7 @@ class PowerSGD:
             self._order = {index: numbers for index, numbers in self._order.items() if index <= bucket.index()}
         # A bucket takes three messages, each started after the previous one completes: with gloo's threads, two ranks
         # could start the messages of two buckets in different orders. Under NCCL only the stream waits for them.
-        averaged = _hook(self._state, bucket)
+        averaged = self._hook(self._state, bucket)
         if not isinstance(averaged, _Done):  # averaged without compression
             return averaged
         buffer = bucket.buffer()

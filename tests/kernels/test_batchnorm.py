@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptdbench.parallel.batchnorm import DeviceSyncBatchNorm, HostSyncBatchNorm, synchronize_batchnorm
+from ptdbench.kernels.batchnorm import DeviceSyncBatchNorm, HostSyncBatchNorm, synchronize_batchnorm
 from tests.parallel.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ptdbench.models.linear_cross_entropy import master_of, product
+from ptdbench.kernels.linear_cross_entropy import master_of, product
 
 
 def enable_wide_gradients(module: nn.Module) -> None:
     """Let linear layers, embeddings and norms write weight gradients in the dtype of the weights.
 
-    Modules compute with their copies (:class:`ptdbench.parallel.precision.Copies`), but pass gradients directly to the
+    Modules compute with their copies (:class:`ptdbench.kernels.copies.Copies`), but pass gradients directly to the
     weights. Linear layers and embeddings always do: products are written in fp32 if the device supports it, and rows
     are summed in fp32. Norms do if compiled, which fuses the cast; in eager mode many gradients are cast in one
     operation. A compiled norm's output is also recomputed in the backward pass, whose kernels read its input anyway:

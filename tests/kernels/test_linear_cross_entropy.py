@@ -5,8 +5,8 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptdbench.models import linear_cross_entropy as module
-from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, chunk_rows
+from ptdbench.kernels import linear_cross_entropy as module
+from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy, chunk_rows
 
 CPU = torch.device("cpu")
 

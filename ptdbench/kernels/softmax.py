@@ -139,7 +139,7 @@ def _operation(schema: str, like: Callable[..., Any], run: Callable[..., Any] | 
 
 
 def _by_kernel(name: str, *arguments: Any) -> Any:
-    from ptdbench.models import softmax_triton  # needs Triton
+    from ptdbench.kernels import softmax_triton  # needs Triton
 
     return getattr(softmax_triton, name)(*arguments)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptdbench.models import linear_cross_entropy, softmax, softmax_triton
+from ptdbench.kernels import linear_cross_entropy, softmax, softmax_triton
 
 #: More columns than a block has, one more than a power of two, and fewer than a lane.
 VOCABULARIES = (20000, 1025, 5)

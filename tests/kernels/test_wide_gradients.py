@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ptdbench.parallel import wide_gradients
-from ptdbench.parallel.precision import Copies
-from ptdbench.parallel.wide_gradients import enable_wide_gradients
+from ptdbench.kernels import wide_gradients
+from ptdbench.kernels.copies import Copies
+from ptdbench.kernels.wide_gradients import enable_wide_gradients
 
 ROWS = 257
 

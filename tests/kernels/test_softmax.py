@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from ptdbench.models import softmax
+from ptdbench.kernels import softmax
 from tests.conftest import ROOT
 
 #: In roundings of an fp32 of size 1: a sum of 1e4 exponentials, and a logarithm.
@@ -20,7 +20,7 @@ def results(environ):
     if find_spec("triton") is None:
         pytest.skip("left out: Triton is not installed")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.models.interpreted"],
+        [sys.executable, "-m", "tests.kernels.interpreted"],
         cwd=ROOT, env={**environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
