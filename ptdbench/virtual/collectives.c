@@ -4,6 +4,9 @@
 static const char *words[] = {"AllReduce", "Reduce", "ReduceScatter", "AllGather", "Broadcast",
                               "AlltoAll",  "Send",   "Recv",          "Split"};
 
+/* The operations by the names of torch. */
+static const char *operations[] = {"all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"};
+
 /* NVIDIA's kernel names, by which trace readers recognize collectives. */
 #define DEVICE_KERNEL(name) "ncclDevKernel_" name "(ncclDevKernelArgsStorage<4096ul>)"
 static const char *kernels[] = {DEVICE_KERNEL("AllReduce_Sum_f32_RING_LL"),
@@ -170,6 +173,7 @@ static ncclResult_t collective(enum what what, const void *from, void *to, size_
     /* ring algorithm: (n - 1)/n of all bytes pass each link, twice in an all-reduce */
     double moved = bytes * (what == ALL_REDUCE ? 2.0 : 1.0) * (c->ranks - 1) / c->ranks;
     start_not_before(stream, start);
+    if (c->ranks > 1) count_message(operations[what], bytes);
     enqueue(stream,
             &(struct work){KERNEL, kernels[what], LATENCY + moved / link_rate() * 1e9, bytes, {16, 1, 1}, {640, 1, 1}});
     return ncclSuccess;

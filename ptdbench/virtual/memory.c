@@ -154,13 +154,16 @@ void zero(void *address, size_t bytes) {
 /* ---- allocations ---- */
 
 static struct range *allocations; /* on devices */
-static size_t used[MOST_DEVICES];
+static size_t used[MOST_DEVICES], most_used[MOST_DEVICES];
+
+size_t peak_of_device(int number) { return device()->context + most_used[number]; }
 
 /* Allocates physical memory of a device, without addresses; the caller holds the lock. */
 static bool take(int on, size_t bytes) {
     const struct device *d = device();
     bool fits = d->context + used[on] + bytes <= d->allocatable;
     if (fits) used[on] += bytes;
+    if (used[on] > most_used[on]) most_used[on] = used[on];
     return fits;
 }
 

@@ -52,6 +52,7 @@ void enqueue(cudaStream_t stream, const struct work *work) {
     start_not_before(stream, now());
     double begin = stream_end(stream), end = begin + work->nanoseconds;
     of(stream)->end = end;
+    count_work(work);
     record_work(work, stream, begin, end);
 }
 

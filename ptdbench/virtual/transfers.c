@@ -73,7 +73,11 @@ static ncclResult_t carry_out(int count) {
             if (!transfers[i].done) break;
         }
     }
-    for (int i = 0; i < count; i++) bytes += transfers[i].count * size_of(transfers[i].type);
+    for (int i = 0; i < count; i++) {
+        size_t of_one = transfers[i].count * size_of(transfers[i].type);
+        count_message(transfers[i].what == SEND ? "send" : "recv", of_one);
+        bytes += of_one;
+    }
     start_not_before(transfers[0].stream, start);
     enqueue(transfers[0].stream,
             &(struct work){KERNEL, kernel, LATENCY + bytes / link_rate() * 1e9, bytes, {2 * count, 1, 1}, {640, 1, 1}});

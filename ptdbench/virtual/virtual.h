@@ -11,6 +11,8 @@
 #endif
 /* Signatures are NVIDIA's, and most functions use few of their arguments. */
 #pragma GCC diagnostic ignored "-Wunused-parameter"
+/* A struct says only what is not 0. */
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -61,6 +63,7 @@ int unanswered(const char *name, int status); /* reports an unimplemented call o
 
 /* memory.c */
 int device_of(const void *address);               /* -1: not on a device */
+size_t peak_of_device(int number);                /* most bytes in use at once, the context included */
 bool readable(const void *address, size_t bytes); /* the whole range is on one device */
 bool writable(void *address, size_t bytes);       /* readable, and host memory may back it */
 void zero(void *address, size_t bytes);           /* device memory; releases the backing host memory */
@@ -75,6 +78,7 @@ struct work {
     double nanoseconds; /* duration on the device */
     size_t bytes;
     dim3 grid, block;
+    double flops; /* of products */
 };
 void enqueue(cudaStream_t stream, const struct work *work);
 unsigned stream_id(cudaStream_t stream);
@@ -94,6 +98,10 @@ size_t traffic(const struct recipe *recipe, void **arguments, dim3 grid,
 double get_number(const void *array, size_t at, int type);
 void put_number(void *array, size_t at, int type, double value);
 size_t size_of(int type);
+
+/* account.c */
+void count_work(const struct work *work);
+void count_message(const char *operation, size_t bytes); /* the operation lives as long as the process */
 
 /* cupti.c: records for torch's profiler. */
 void record_work(const struct work *work, cudaStream_t stream, double begin, double end);
