@@ -92,4 +92,5 @@ def _list(program: Sequence[str]) -> int:
     ]
     words = ["GPU", "as torch names it", "memory", "sources"]
     echo(drawn(words, rows, shutil.get_terminal_size((110, 24)).columns, words=words))
+    echo("memory: as torch reports it, in a device's properties or when memory runs out; conf/virtual has each figure")
     return 0

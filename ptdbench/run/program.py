@@ -43,8 +43,9 @@ class Request:
         """The machine that the program sees."""
         if self.memory is None:
             return Machine(self.gpu)
-        less = {"memory": self.memory} if self.memory < self.gpu.memory else {"allocatable": self.memory}
-        return Machine(replace(self.gpu, **less))
+        if self.memory < self.gpu.memory:
+            return Machine(replace(self.gpu, memory=self.memory))
+        return Machine(replace(self.gpu, allocatable=self.memory))
 
 
 def execute(request: Request, stdout: int | None = None) -> tuple[RunRecord, int]:

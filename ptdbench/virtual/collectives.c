@@ -119,6 +119,7 @@ static void answer_alone(ncclComm_t c, const struct call *call, const char *from
         zero(to, received_bytes(c, call));
     else
         for (size_t i = 0; i < copies; i++) memmove(to + i * each, from, each);
+    know(to, copies * each, known(from, each));
 }
 
 /* Runs one collective call; `start` is set to the time when the last rank's stream is ready for it. */
@@ -158,6 +159,7 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
             deliver(c, parity, call, from, to);
         else
             zero(to, received_bytes(c, call));
+        know(to, received_bytes(c, call), computed && known(from, sent_bytes(c, call)));
     }
     me->done = number + 1;
     return error;

@@ -112,6 +112,8 @@ bool readable(const void *address, size_t bytes) {
 
 static uint8_t *flag_of(const void *address) { return backed + (size_t)((const char *)address - base) / GRANULE; }
 
+bool backed_at(const void *address) { return device_of(address) >= 0 && *flag_of(address); }
+
 bool writable(void *address, size_t bytes) {
     if (!readable(address, bytes)) return false;
     bool may = true;
@@ -202,6 +204,7 @@ API cudaError_t cudaFree(void *address) {
     pthread_mutex_unlock(&lock);
     if (!found) return cudaErrorInvalidValue;
     zero(found->start, found->bytes);
+    know(found->start, found->bytes, false);
     pthread_mutex_lock(&lock);
     release_addresses(found->start, found->bytes);
     pthread_mutex_unlock(&lock);
@@ -309,5 +312,6 @@ API CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
 
 API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
     zero((void *)address, bytes);
+    know((void *)address, bytes, false);
     return CUDA_SUCCESS;
 }

@@ -46,6 +46,7 @@ static ncclResult_t try_transfer(struct transfer *t, double *start) {
         memcpy(t->data, m->data, bytes);
     else
         zero(t->data, bytes);
+    know(t->data, bytes, bytes <= MESSAGE);
     if (m->ready > *start) *start = m->ready;
     r->received++;
     return same ? ncclSuccess : ncclInvalidUsage;

@@ -66,6 +66,7 @@ int device_of(const void *address);               /* -1: not on a device */
 size_t peak_of_device(int number);                /* most bytes in use at once, the context included */
 bool readable(const void *address, size_t bytes); /* the whole range is on one device */
 bool writable(void *address, size_t bytes);       /* readable, and host memory may back it */
+bool backed_at(const void *address);              /* host memory backs it: it may be something else than zeros */
 void zero(void *address, size_t bytes);           /* device memory; releases the backing host memory */
 void forget(char *address, size_t bytes);         /* the same for any memory from map */
 void *map(void *where, size_t bytes);             /* host memory that is not committed until it is written */
@@ -98,6 +99,10 @@ size_t traffic(const struct recipe *recipe, void **arguments, dim3 grid,
 double get_number(const void *array, size_t at, int type);
 void put_number(void *array, size_t at, int type, double value);
 size_t size_of(int type);
+
+/* known.c */
+void know(const void *address, size_t bytes, bool is); /* the values there are known from now on, or not */
+bool known(const void *address, size_t bytes);         /* also anything that is not on a device */
 
 /* account.c */
 void count_work(const struct work *work);

@@ -71,6 +71,7 @@ class _Watch:
 
     def _hook(self) -> None:
         """Have torch tell of steps, resets of its peaks, and allocations that fail."""
+        from torch.cuda._gpu_trace import register_callback_for_memory_allocation
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         register_optimizer_step_post_hook(lambda stepped, *_: self._optimizer_stepped(stepped))
@@ -79,6 +80,10 @@ class _Watch:
         compiled: Any = self._torch._C
         compiled._cuda_resetPeakMemoryStats = _told(compiled._cuda_resetPeakMemoryStats, lambda _: self._measure())
         compiled._cuda_attach_out_of_memory_observer(self._out_of_memory)
+        allocated: Any = ctypes.CDLL(None).ptdbench_virtual_allocated
+        allocated.argtypes = [ctypes.c_void_p]
+        register_callback_for_memory_allocation(allocated)
+        compiled._activate_gpu_trace()
 
     def _optimizer_stepped(self, optimizer: object) -> None:
         leader = self._leader() if isinstance(self._leader, weakref.ref) else None
