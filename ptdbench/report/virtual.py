@@ -169,10 +169,9 @@ def _largest(directory: Path, width: int) -> Iterator[str]:
     places, path = max(kept, key=lambda of_one: sum(place.bytes for place in of_one[0]))
     yield f"largest at the peak, by place; the whole snapshot, for https://pytorch.org/memory_viz, is {path}:"
     for place in places:
-        stack = "\n".join(f"    {frame}" for frame in place.stack)
-        yield plain(
-            f"  {size_text(place.bytes)} in {plural(place.count, 'tensor')}\n{stack or '    (no Python: the backward pass)'}"
-        )
+        frames = place.stack or ["(no Python: the backward pass)"]
+        title = f"  {size_text(place.bytes)} in {plural(place.count, 'tensor')}"
+        yield plain("\n".join([title, *(f"    {frame}" for frame in frames)]))
 
 
 def _memory(record: RunRecord, width: int) -> Iterator[str]:

@@ -115,7 +115,7 @@ def _of_processes(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> Ite
                 real_time=False,
                 ranks=[report["rank"] if report["rank"] >= 0 else place],
                 allocated_bytes=[device.get("allocated", 0)],
-                peak_steps=[device.get("allocated_step", 0)],
+                peak_steps=[device.get("allocated_step", 0)] if report["steps"] else None,
                 reserved_bytes=[device.get("reserved", 0)],
                 outside_bytes=[device["used"] - device.get("reserved", 0)],
                 context_bytes=machine.gpu.context,

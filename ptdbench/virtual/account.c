@@ -29,6 +29,7 @@ static void add(struct count **table, const char *name, size_t bytes) {
 void count_work(const struct work *work) {
     pthread_mutex_lock(&lock);
     if (work->kind == KERNEL) add(kernels, work->name, 0);
+    if (work->operation) add(messages, work->operation, work->bytes);
     flops += work->flops;
     pthread_mutex_unlock(&lock);
 }

@@ -175,9 +175,15 @@ static ncclResult_t collective(enum what what, const void *from, void *to, size_
     /* ring algorithm: (n - 1)/n of all bytes pass each link, twice in an all-reduce */
     double moved = bytes * (what == ALL_REDUCE ? 2.0 : 1.0) * (c->ranks - 1) / c->ranks;
     start_not_before(stream, start);
-    if (c->ranks > 1) count_message(operations[what], bytes);
     enqueue(stream,
-            &(struct work){KERNEL, kernels[what], LATENCY + moved / link_rate() * 1e9, bytes, {16, 1, 1}, {640, 1, 1}});
+            &(struct work){KERNEL,
+                           kernels[what],
+                           LATENCY + moved / link_rate() * 1e9,
+                           bytes,
+                           {16, 1, 1},
+                           {640, 1, 1},
+                           0,
+                           c->ranks > 1 ? operations[what] : NULL});
     return ncclSuccess;
 }
 

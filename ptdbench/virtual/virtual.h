@@ -80,6 +80,7 @@ struct work {
     size_t bytes;
     dim3 grid, block;
     double flops; /* of products */
+    const char *operation; /* of a message with these bytes; lives as long as the process */
 };
 void enqueue(cudaStream_t stream, const struct work *work);
 unsigned stream_id(cudaStream_t stream);
@@ -87,6 +88,12 @@ double stream_end(cudaStream_t stream); /* when its queued work ends, in nanosec
 void start_not_before(cudaStream_t stream, double time);
 double now(void);                 /* nanoseconds since 1970, as in torch's profiler */
 double memory_time(size_t bytes); /* nanoseconds to read or write */
+cudaGraph_t captures(cudaStream_t stream); /* the graph that the stream captures, if any */
+void set_capture(cudaStream_t stream, cudaGraph_t graph);
+void end_capture(cudaGraph_t graph); /* on all streams */
+
+/* graphs.c */
+void capture(cudaGraph_t graph, const struct work *work);
 
 /* computed.c */
 struct recipe; /* what a kernel's name reveals */

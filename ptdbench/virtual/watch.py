@@ -96,11 +96,10 @@ class _Watch:
 
     def _step(self) -> bool:
         """Take note of a step, if it has been one."""
-        account = self._read()
+        account = self._measure()
         step = {group: counts - self._before.get(group, Counter()) for group, counts in account.items()}
         if self._is_over() or not any(part in kernel for kernel in step["kernels"] for part in _OF_PASSES):
             return False
-        self._measure()
         self._before = account
         self._report |= {"steps": self._report["steps"] + 1, "step": step}
         self._write()
@@ -110,7 +109,7 @@ class _Watch:
         return bool(self._report["steps"] >= self._most_steps)
 
     def _read(self) -> _Account:
-        """Return what the devices have done since the process started, and note how much memory was in use on each."""
+        """Return what the devices have done since the process started, and note how much memory was in use at most."""
         account: _Account = {name: Counter() for name in ("kernels", "calls", "bytes", "flops")}
         for line in self._account().decode(errors="replace").splitlines():
             group, name, *figures = line.split("\t")
@@ -125,13 +124,15 @@ class _Watch:
                 self._devices.setdefault(int(name), {})["used"] = int(figures[0])
         return account
 
-    def _measure(self) -> None:
-        """Note the peaks of torch's allocator, and the step in progress where they have grown."""
+    def _measure(self) -> _Account:
+        """Note the peaks of torch's allocator, and the step in progress where they have grown; return the account."""
+        account = self._read()
         for number, device in self._devices.items():
             peaks = self._torch.cuda.memory_stats(number)
             for name in ("allocated", "reserved"):
                 if (peak := peaks.get(f"{name}_bytes.all.peak", 0)) > device.get(name, -1):
                     device |= {name: peak, f"{name}_step": self._report["steps"] + 1}
+        return account
 
     def _out_of_memory(self, device: int, size: int, total: int, free: int) -> None:
         self._report["out_of_memory"] = size
@@ -139,8 +140,7 @@ class _Watch:
 
     def _end(self) -> None:
         if not self._is_over():
-            self._report["total"] = self._read()
-            self._measure()
+            self._report["total"] = self._measure()
         if os.environ.get(STACKS):
             self._torch.cuda.memory._dump_snapshot(str(self._path.with_suffix(".pickle")))
         self._write()
