@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ptdbench.problems import ConfigError, Problem, require
@@ -30,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("gpu", nargs="?", metavar="GPU[xN]", help="such as h100, h100x8, or a YAML file of your own")
     about = "of each GPU, such as 20GiB; more than it has, such as 1TiB, reveals how much the program needs"
     parser.add_argument("--memory", metavar="SIZE", help=about)
+    words = "start the program once for each rank of N nodes, as torchrun would"
+    parser.add_argument("--nodes", type=int, metavar="N", help=words)
+    parser.add_argument("--ranks", metavar="A,B", help="only these ranks; the other ones are not there")
     parser.add_argument("--steps", type=int, metavar="N", help="end the program after N steps, which is a success")
     parser.add_argument("--stacks", action="store_true", help="show the largest tensors at the peak, and their stacks")
     parser.add_argument(
@@ -77,7 +81,28 @@ def _request(arguments: argparse.Namespace) -> Request:
     gpu = gpus.load(name)
     if memory is not None and memory <= gpu.context:
         require(Problem("--memory", arguments.memory, f"the CUDA context takes {gpu.context} bytes of it"))
-    return program.Request(arguments.program, name, gpu, number, memory, arguments.steps, arguments.stacks)
+    if arguments.nodes is not None and arguments.nodes < 1:
+        require(Problem("--nodes", arguments.nodes, "must be at least 1"))
+    nodes = arguments.nodes or (1 if arguments.ranks else None)
+    ranks = _ranks(arguments.ranks, (nodes or 1) * number) if arguments.ranks else None
+    if nodes and Path(arguments.program[0]).name in _LAUNCHERS:
+        rule = "--nodes and --ranks start each rank by themselves"
+        require(Problem("COMMAND", arguments.program[0], rule, "give the program that it would start"))
+    how = {"steps": arguments.steps, "stacks": arguments.stacks}
+    return program.Request(arguments.program, name, gpu, number, memory, nodes, ranks, **how)
+
+
+#: Programs that start ranks.
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
+
+
+def _ranks(text: str, size: int) -> list[int]:
+    """Return the ranks in a text, in ascending order; raises ConfigError for those that ``size`` ranks do not have."""
+    words = text.split(",")
+    ranks = sorted({int(word) for word in words if word.isdecimal()})
+    if len(ranks) < len(words) or ranks[-1] >= size:
+        require(Problem("--ranks", text, f"must be different ranks from 0 to {size - 1}", "try 0"))
+    return ranks
 
 
 def _list(program: Sequence[str]) -> int:

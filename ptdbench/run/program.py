@@ -35,6 +35,8 @@ class Request:
     gpu: Device  #: The model.
     count: int  #: GPUs of a node.
     memory: int | None = None  #: Bytes that each may have allocated; ``None``: as many as it has.
+    nodes: int | None = None  #: Nodes, with a process for each rank; ``None``: one, with one process.
+    ranks: Sequence[int] | None = None  #: The ranks to execute; ``None``: all.
     steps: int | None = None  #: After how many steps to end it; ``None``: it ends by itself.
     stacks: bool = False  #: Whether to keep the Python stacks of what was allocated.
 
@@ -42,10 +44,10 @@ class Request:
     def machine(self) -> Machine:
         """The machine that the program sees."""
         if self.memory is None:
-            return Machine(self.gpu)
+            return Machine(self.gpu, self.ranks)
         if self.memory < self.gpu.memory:
-            return Machine(replace(self.gpu, memory=self.memory))
-        return Machine(replace(self.gpu, allocatable=self.memory))
+            return Machine(replace(self.gpu, memory=self.memory), self.ranks)
+        return Machine(replace(self.gpu, allocatable=self.memory), self.ranks)
 
 
 def execute(request: Request, stdout: int | None = None) -> tuple[RunRecord, int]:
@@ -64,7 +66,11 @@ def execute(request: Request, stdout: int | None = None) -> tuple[RunRecord, int
         folder = directory / SNAPSHOTS if request.stacks else Path(scratch)
         folder.mkdir(exist_ok=True)
         environ = {**os.environ, **variables, **program.environment(folder.resolve(), request.steps, request.stacks)}
-        ended = program.execute([(request.command, environ)], folder, request.steps, stdout)
+        size = (request.nodes or 1) * request.count
+        launched = [*(range(size) if request.ranks is None else request.ranks)] if request.nodes else []
+        of_ranks = program.of_ranks(launched, request.count, request.nodes or 1, Path(scratch)) if launched else [{}]
+        commands = [(request.command, {**environ, **of_rank}) for of_rank in of_ranks]
+        ended = program.execute(commands, folder, request.steps, stdout)
     draft = {**store.load_record(directory), **_results(request, ended)}
     store.write_record(directory, draft)
     return typed(draft), ended.status
@@ -74,7 +80,10 @@ def _begin(request: Request) -> Any:
     config = {
         "workload": {"name": "program"},
         "program": {"command": [*request.command], "steps": request.steps},
-        "virtual": {"name": request.name, "gpus": request.count, "memory": request.memory},
+        "virtual": {
+            **{"name": request.name, "gpus": request.count, "nodes": request.nodes or 1},
+            **{"memory": request.memory, "ranks": None if request.ranks is None else [*request.ranks]},
+        },
     }
 
     def write(folder: Path, directory: Path) -> None:
@@ -95,7 +104,7 @@ def _results(request: Request, ended: program.Ended) -> dict[str, Any]:
     failed = schema.NO_ERROR | {"type": "ExitStatus", "message": message}
     return {
         "status": status,
-        "world_size": len(of_ranks) or None,
+        "world_size": request.nodes * request.count if request.nodes else len(of_ranks) or None,
         "steps": max((report["steps"] for report in ended.reports), default=0),
         "virtual": accounts.merged(of_ranks) if of_ranks else None,
         "error": None if status == "ok" else failed,

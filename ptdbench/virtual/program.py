@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -42,6 +43,22 @@ def environment(folder: Path, steps: int | None, stacks: bool) -> dict[str, str]
     paths = [str(_PRELOAD), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), watch.FOLDER: str(folder)}
     return variables | ({watch.STEPS: str(steps)} if steps else {}) | ({watch.STACKS: "1"} if stacks else {})
+
+
+def of_ranks(ranks: Sequence[int], count: int, nodes: int, folder: Path) -> list[dict[str, str]]:
+    """Return torchrun's variables for each of these ranks of ``nodes`` with ``count`` GPUs each."""
+    from ptdbench.virtual import absent  # imports torch
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    shared |= {"WORLD_SIZE": str(nodes * count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "virtual"}
+    if len(ranks) < nodes * count:
+        shared |= {absent.PRESENT: ",".join(map(str, ranks)), absent.STORE: str(folder.resolve() / "store")}
+    return [
+        {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % count), "GROUP_RANK": str(rank // count)}
+        for rank in ranks
+    ]
 
 
 def execute(

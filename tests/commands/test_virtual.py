@@ -87,6 +87,35 @@ def test_out_of_memory_names_the_way_to_learn_the_need(virtual):
     assert "2.93 GiB" in ample.stdout
 
 
+SOME_RANKS = """
+import os
+import torch
+import torch.distributed as dist
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, dist.get_rank())
+first = [dist.get_rank() + 10]
+dist.broadcast_object_list(first, src=0)
+dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
+dist.all_reduce(torch.ones(1000, device="cuda"))
+dist.barrier()
+print(ranks, first, os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"])
+"""
+
+
+def test_some_ranks_run_without_the_others(virtual, tmp_path):
+    (tmp_path / "some.py").write_text(SOME_RANKS)
+    done = virtual("h100x2", "--nodes", 3, "--ranks", "1,4", "--json", "--", sys.executable, "some.py")
+    assert done.returncode == 0, done.stderr
+    assert "[1, 1, 1, 1, 4, 4] [11] 1 0" in done.stderr
+    assert "[1, 1, 1, 1, 4, 4] [11] 0 2" in done.stderr
+    record = json.loads(done.stdout)
+    assert (record["world_size"], record["virtual"]["ranks"]) == (6, [1, 4])
+    assert record["virtual"]["messages"]["all_reduce"]["bytes"] >= 4000
+
+
 def test_interrupt_leaves_nothing(environ, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     words = ("-m", "ptdbench", "virtual", "h100", "--", sys.executable, "program.py", "1", "1000000")
@@ -111,6 +140,8 @@ def test_interrupt_leaves_nothing(environ, tmp_path):
         (("h100",), "COMMAND=(none): there is no program; try h100 -- python train.py"),
         (("h100", "--memory", "20", "--", "ls"), "--memory=20: must be a size; try 20GiB"),
         (("h100", "--steps", "0", "--", "ls"), "--steps=0: must be at least 1"),
+        (("h100x2", "--ranks", "0,2", "--", "ls"), "--ranks=0,2: must be different ranks from 0 to 1; try 0"),
+        (("h100", "--nodes", "2", "--", "torchrun", "t.py"), "COMMAND=torchrun: --nodes and --ranks start each rank"),
         (("h100", "--", "./missing"), "COMMAND=./missing: cannot be started: No such file or directory"),
     ],
 )

@@ -130,7 +130,7 @@ def products() -> list[str]:
 
 
 def graphs() -> dict[str, Any]:
-    """Products before a graph of two is launched, and after three launches; one is on a stream that joins by an event."""
+    """Products of three launches of a graph of two; one is on a stream that joins by an event."""
     side, graph, weight = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.zeros(64, 64, device="cuda")
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         torch.cuda.synchronize()

@@ -36,8 +36,10 @@ class _AfterTorch(MetaPathFinder):
 
         def execute_and_watch(module: ModuleType) -> None:
             execute(module)
-            watch: Any = _execute(importlib.util.spec_from_file_location("ptdbench_watch", _HERE.parent / "watch.py"))
-            watch.attach()
+            for name in ("absent", "watch"):
+                path = _HERE.parent / f"{name}.py"
+                ours: Any = _execute(importlib.util.spec_from_file_location(f"ptdbench_{name}", path))
+                ours.attach()
 
         loader.exec_module = execute_and_watch
         return spec
