@@ -102,6 +102,14 @@ static void deliver(ncclComm_t c, int parity, const struct call *call, const voi
     }
 }
 
+/* Whether the values of all ranks whose data a call delivers are known. */
+static bool are_known(ncclComm_t c, int parity, const struct call *call) {
+    bool all = true;
+    for (int rank = 0; rank < c->ranks; rank++)
+        if (call->what != BROADCAST || rank == call->root) all = all && member(c, rank)->slots[parity].known;
+    return all;
+}
+
 static size_t sent_bytes(ncclComm_t c, const struct call *call) {
     return call->count * size_of(call->type) *
            (call->what == REDUCE_SCATTER || call->what == ALL_TO_ALL ? c->ranks : 1);
@@ -142,6 +150,7 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
             if ((error = wait_once(c, &round))) return error;
     mine->call = *call, mine->ready = *start;
     mine->factor = call->op >= ncclNumOps ? c->factors[call->op - ncclNumOps] : 1;
+    mine->known = known(from, bytes);
     if (computed && (call->what != BROADCAST || c->rank == call->root)) memcpy(mine->data, from, bytes);
     me->posted = number + 1;
     round = 0;
@@ -159,7 +168,7 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
             deliver(c, parity, call, from, to);
         else
             zero(to, received_bytes(c, call));
-        know(to, received_bytes(c, call), computed && known(from, sent_bytes(c, call)));
+        know(to, received_bytes(c, call), computed && are_known(c, parity, call));
     }
     me->done = number + 1;
     return error;

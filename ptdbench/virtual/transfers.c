@@ -31,7 +31,7 @@ static ncclResult_t try_transfer(struct transfer *t, double *start) {
     struct message *m = &r->messages[(sends ? r->sent : r->received) % RING];
     t->done = true;
     if (sends) {
-        m->type = t->type, m->count = t->count, m->ready = *start;
+        m->type = t->type, m->count = t->count, m->ready = *start, m->known = known(t->data, bytes);
         if (bytes <= MESSAGE) memcpy(m->data, t->data, bytes);
         r->sent++;
         return ncclSuccess;
@@ -46,7 +46,7 @@ static ncclResult_t try_transfer(struct transfer *t, double *start) {
         memcpy(t->data, m->data, bytes);
     else
         zero(t->data, bytes);
-    know(t->data, bytes, bytes <= MESSAGE);
+    know(t->data, bytes, bytes <= MESSAGE && m->known);
     if (m->ready > *start) *start = m->ready;
     r->received++;
     return same ? ncclSuccess : ncclInvalidUsage;
