@@ -28,7 +28,9 @@ def main(stage: int) -> None:
         engine.backward(engine(torch.randn(8, WIDTH, dtype=torch.half, device=engine.device)).float().mean())
         engine.step()
     states = engine.optimizer.optimizer.state.values()
-    size = sum(value.numel() * value.element_size() for state in states for value in state.values() if value.numel() > 1)
+    size = sum(
+        value.numel() * value.element_size() for state in states for value in state.values() if value.numel() > 1
+    )
     print(f"skipped {engine.skipped_steps} steps, optimizer state {size:,} bytes")
 
 
