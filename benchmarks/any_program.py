@@ -85,8 +85,8 @@ ROWS = [
     Row("torchtitan, FSDP", "torchtitan", f"{TORCHRUN} {_TITAN}", _texts),
     Row("torchtitan, TP", "torchtitan", f"{TORCHRUN} {_TITAN} --parallelism.tensor_parallel_degree 2", _texts),
     Row(
-        "nanoGPT, DDP", "nanoGPT", f"{TORCHRUN} train.py {_NANO} --compile=False --gradient_accumulation_steps=4", _tokens,
-        of_sources=True,
+        "nanoGPT, DDP", "nanoGPT", f"{TORCHRUN} train.py {_NANO} --compile=False --gradient_accumulation_steps=4",
+        _tokens, of_sources=True,
     ),
     Row("transformers' Trainer, DDP", "accelerate", f"{_ACCELERATE} --multi_gpu PROGRAMS/transformers_trainer.py"),
     Row("transformers' Trainer, FSDP2", "accelerate", f"{_ACCELERATE} {_FSDP2} PROGRAMS/transformers_trainer.py"),
@@ -159,7 +159,7 @@ def _carried_out(words: list[str], folder: Path) -> tuple[int, dict[str, Any], s
 def main() -> int:
     """Print the rows, and rewrite the page unless only some were asked for; 1 if too few work."""
     given = options(
-        __doc__, "make any-program", only=((), "rows whose names begin so"), sources=(Path, "with checkouts, as nanoGPT"),
+        __doc__, "make any-program", only=((), "rows whose names begin so"), sources=(Path, "of checkouts: nanoGPT"),
         environment=(Path("outputs/any-program-environment"), "of the libraries; made where it is missing"),
     )  # fmt: skip
     python = environment(given.environment.resolve())
