@@ -129,7 +129,7 @@ def _of_processes(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> Ite
                 outside_bytes=[device["used"] - device.get("reserved", 0)],
                 context_bytes=machine.gpu.context,
                 kernels={kind: [count] for kind, count in kernels.most_common()},
-                flops=[step.get("flops", {}).get("products", 0)],
+                flops=[step.get("flops", {}).get("", 0)],
                 messages={name: Messages(calls, step["bytes"][name]) for name, calls in messages.items()},
             )
             step = {}

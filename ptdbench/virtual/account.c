@@ -34,6 +34,19 @@ void count_work(const struct work *work) {
     pthread_mutex_unlock(&lock);
 }
 
+/* Reads of single values by the host since data last came from it: a program that goes on reading never ends. */
+static size_t reads;
+
+void count_copy(bool to_device, size_t bytes) {
+    enum { VALUE = 8, DATA = 256 };
+    pthread_mutex_lock(&lock);
+    if (to_device && bytes >= DATA)
+        reads = 0;
+    else if (!to_device && bytes <= VALUE)
+        reads++;
+    pthread_mutex_unlock(&lock);
+}
+
 void count_message(const char *operation, size_t bytes) {
     pthread_mutex_lock(&lock);
     add(messages, operation, bytes);
@@ -55,7 +68,7 @@ API const char *ptdbench_virtual_account(void) {
     FILE *to = open_memstream(&text, &bytes);
     print(to, "kernel", kernels);
     print(to, "message", messages);
-    fprintf(to, "flops\t%.0f\n", flops);
+    fprintf(to, "flops\t%.0f\nreads\t%zu\n", flops, reads);
     for (int i = 0; i < visible_count(); i++)
         if (has_context(i)) fprintf(to, "device\t%d\t%zu\n", i, peak_of_device(i));
     fclose(to);

@@ -145,6 +145,7 @@ API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum c
     const char *name = from_device && to_device ? "DtoD" : to_device ? "HtoD" : from_device ? "DtoH" : "HtoH";
     move(to, from, bytes);
     know(to, bytes, known(from, bytes));
+    if (to_device != from_device) count_copy(to_device, bytes);
     enqueue(stream,
             &(struct work){COPY, name, copy_time(to_device && from_device, bytes), bytes, {1, 1, 1}, {1, 1, 1}});
     return pageable ? cudaStreamSynchronize(stream) : cudaSuccess; /* see CUDA's "API synchronization behavior" */

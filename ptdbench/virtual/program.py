@@ -21,8 +21,8 @@ import psutil
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.virtual import watch
 
-#: The folder whose ``sitecustomize`` has processes watched.
-_PRELOAD = Path(__file__).parent / "preload"
+#: The folder whose ``sitecustomize`` has processes watched, and that of an ``nvidia-smi``.
+_PRELOAD, _BIN = Path(__file__).parent / "preload", Path(__file__).parent / "bin"
 
 #: Seconds between looks at the reports; for which processes that have not yet taken all steps are waited for; and
 #: between SIGTERM and SIGKILL.
@@ -40,8 +40,12 @@ class Ended:
 
 def environment(folder: Path, steps: int | None, stacks: bool) -> dict[str, str]:
     """Return the variables by which the processes of a program are watched, and report to the folder."""
-    paths = [str(_PRELOAD), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths), watch.FOLDER: str(folder)}
+    paths = {name: [os.environ[name]] if os.environ.get(name) else [] for name in ("PYTHONPATH", "PATH")}
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(_PRELOAD), *paths["PYTHONPATH"]]),
+        "PATH": os.pathsep.join([str(_BIN), *paths["PATH"]]),
+        watch.FOLDER: str(folder),
+    }
     return variables | ({watch.STEPS: str(steps)} if steps else {}) | ({watch.STACKS: "1"} if stacks else {})
 
 

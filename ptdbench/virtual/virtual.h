@@ -113,6 +113,7 @@ bool known(const void *address, size_t bytes);         /* also anything that is 
 
 /* account.c */
 void count_work(const struct work *work);
+void count_copy(bool to_device, size_t bytes);           /* between the host and a device */
 void count_message(const char *operation, size_t bytes); /* the operation lives as long as the process */
 
 /* cupti.c: records for torch's profiler. */

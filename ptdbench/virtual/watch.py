@@ -12,11 +12,14 @@ import ctypes
 import json
 import os
 import sys
+import time
+import traceback
 import weakref
 from collections import Counter
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
+from threading import Lock, Thread, get_ident
 from typing import Any
 
 #: Variables: the folder of the reports; after how many steps to stop watching; set if Python stacks of allocations are
@@ -25,6 +28,9 @@ FOLDER, STEPS, STACKS = (f"PTDBENCH_VIRTUAL_{name}" for name in ("REPORTS", "STE
 
 #: Allocations whose stacks torch keeps.
 _MOST_ALLOCATIONS = 1_000_000
+
+#: Reads of single values without new data after which a program is taken for endless, and seconds between looks.
+_MOST_READS, _LOOK_SECONDS = 20_000, 2.0
 
 #: Parts of the names of kernels of forward and backward passes: what had none since the last step is not a step, such
 #: as one that only creates the optimizer's state, or a further part of the weights.
@@ -55,6 +61,7 @@ class _Watch:
         self._torch, self._path = torch, folder / f"{os.getpid()}.json"
         self._account = ctypes.CDLL(None).ptdbench_virtual_account
         self._account.restype = ctypes.c_char_p
+        self._lock = Lock()
         self._most_steps = int(os.environ.get(STEPS) or sys.maxsize)
         self._leader: object = None  #: A reference to the optimizer whose steps count, or the name of a profiler.
         self._before: _Account = {}  #: At the last step.
@@ -67,6 +74,7 @@ class _Watch:
         if os.environ.get(STACKS):
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
         Finalize(None, self._end, exitpriority=0)  # also at the end of a forked process
+        Thread(target=self._end_endless, args=(get_ident(),), daemon=True).start()
         self._write()
 
     def _hook(self) -> None:
@@ -110,16 +118,18 @@ class _Watch:
 
     def _read(self) -> _Account:
         """Return what the devices have done since the process started, and note how much memory was in use at most."""
-        account: _Account = {name: Counter() for name in ("kernels", "calls", "bytes", "flops")}
-        for line in self._account().decode(errors="replace").splitlines():
+        account: _Account = {name: Counter() for name in ("kernels", "calls", "bytes", "flops", "reads")}
+        with self._lock:
+            lines = self._account().decode(errors="replace").splitlines()
+        for line in lines:
             group, name, *figures = line.split("\t")
             if group == "kernel":
                 account["kernels"][name] += int(figures[0])
             elif group == "message":
                 account["calls"][name] += int(figures[0])
                 account["bytes"][name] += int(figures[1])
-            elif group == "flops":
-                account["flops"]["products"] = int(name)
+            elif group in ("flops", "reads"):
+                account[group][""] = int(name)
             else:
                 self._devices.setdefault(int(name), {})["used"] = int(figures[0])
         return account
@@ -137,6 +147,16 @@ class _Watch:
     def _out_of_memory(self, device: int, size: int, total: int, free: int) -> None:
         self._report["out_of_memory"] = size
         self._end()
+
+    def _end_endless(self, main: int) -> None:
+        """End a process that waits for a value: it has read so many of the GPU, without a step or new data."""
+        while self._read()["reads"][""] - self._before.get("reads", Counter())[""] < _MOST_READS:
+            time.sleep(_LOOK_SECONDS)
+        stack = "".join(traceback.format_stack(sys._current_frames().get(main)))
+        told = "it waits for a value of the GPU, and nothing computes there; see the loop below, and leave it out"
+        print(f"virtual GPU: this program never ends: {told}\n{stack}", file=sys.stderr, flush=True)
+        self._end()
+        os._exit(1)
 
     def _end(self) -> None:
         if not self._is_over():

@@ -152,6 +152,29 @@ def test_bad_input_is_refused_in_one_sentence(virtual, words, message):
     assert len(refused.stderr.splitlines()) == 1
 
 
+ENDLESS = """
+import subprocess
+import torch
+
+asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+print(subprocess.check_output(asked, text=True), subprocess.check_output(["nvidia-smi", "-L"], text=True), flush=True)
+wanted = torch.randn(1000, device="cuda").sum()
+while wanted.item() < 1:
+    wanted = torch.randn(1000, device="cuda").sum()
+"""
+
+
+def test_program_that_waits_for_a_value_ends_with_its_place(virtual, tmp_path):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    done = virtual("h100x2", "--", sys.executable, "endless.py")
+    assert done.returncode == 1
+    assert done.stdout.startswith(
+        "virtual NVIDIA H100 80GB HBM3, 81080\nvirtual NVIDIA H100 80GB HBM3, 81080\n GPU 0: "
+    )
+    assert "this program never ends: it waits for a value of the GPU" in done.stderr
+    assert 'endless.py", line 9, in <module>' in done.stderr or 'endless.py", line 8, in <module>' in done.stderr
+
+
 def test_program_without_gpu_keeps_its_status_and_output(virtual):
     done = virtual("h100", "--", "sh", "-c", "echo out; exit 7")
     assert (done.returncode, done.stdout) == (7, "out\n")
