@@ -111,7 +111,17 @@ class _Watch:
         self._before = account
         self._report |= {"steps": self._report["steps"] + 1, "step": step}
         self._write()
+        self._settle()
         return True
+
+    def _settle(self) -> None:
+        """Wait until NCCL's watchdog has let go of what was sent, as ``virtual_account.settle`` does."""
+        groups: Any = self._torch.distributed.distributed_c10d
+        for group in groups._world.pg_map if self._torch.distributed.is_initialized() else ():
+            if group.size() > 1 and "nccl" in groups.get_backend_config(group):
+                backend = group._get_backend(self._torch.device("cuda"))
+                if isinstance(backend, self._torch.distributed.ProcessGroupNCCL):
+                    group._wait_for_pending_works()
 
     def _is_over(self) -> bool:
         return bool(self._report["steps"] >= self._most_steps)
