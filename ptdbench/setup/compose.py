@@ -32,8 +32,8 @@ from ptdbench.grouping import grouped
 from ptdbench.problems import ConfigError, Problem, differing, first_line, in_shell, nearest, require, said, try_these
 from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
-from ptdbench.setup.conf_folder import conf_folder
 from ptdbench.setup.config import GROUPS, Config, read
+from ptdbench.setup.gpus import conf_folder
 from ptdbench.terminal import command, plain
 
 #: Hydra's exceptions for an invalid command line or file; :func:`_compose` converts further ones to these.

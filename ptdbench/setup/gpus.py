@@ -11,8 +11,14 @@ from yaml import YAMLError
 
 from ptdbench.problems import ConfigError, Problem, first_line, nearest, require, try_these, under
 from ptdbench.setup import signature
-from ptdbench.setup.conf_folder import conf_folder
 from ptdbench.virtual.device import Device
+
+
+def conf_folder() -> Path:
+    """Return the folder ``conf``: at the top of a checkout, or inside the package if installed from a wheel."""
+    package = Path(__file__).parents[1]
+    shipped = package / "conf"
+    return shipped if shipped.is_dir() else package.with_name("conf")
 
 
 def names() -> list[str]:

@@ -5,6 +5,7 @@ Like :mod:`ptdbench.virtual.watch` it imports nothing but torch, for programs th
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 from collections import Counter
@@ -108,9 +109,10 @@ def attach() -> None:
     ranks = Present(present, int(os.environ["RANK"]), dist.FileStore(os.environ[STORE], len(present)))
     groups.rendezvous = _meet
     groups._new_process_group_helper = partial(_with_fakes, groups._new_process_group_helper)
-    for function in (_all_gather_object, _gather_object, _broadcast_object_list, _scatter_object_list):
+    for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
+        answered = partial(_answered, getattr(dist, name), ranks)
         for module in (dist, groups):
-            setattr(module, function.__name__[1:], partial(function, ranks))
+            setattr(module, name, answered)
     for module in (dist, groups):
         module.monitored_barrier = lambda *_, **__: None
 
@@ -133,53 +135,19 @@ def _with_fakes(make: Any, *arguments: Any, **options: Any) -> Any:
     return make(size, rank, among, named, *rest, **{**options, "device_id": None})
 
 
-def _among(group: Any) -> list[int]:
-    return list(dist.get_process_group_ranks(group or dist.distributed_c10d._get_default_group()))
-
-
-def _root(among: Sequence[int], rank: int | None, in_group: int | None) -> int:
-    return among[in_group or 0] if rank is None else rank
-
-
-def _all_gather_object(ranks: Present, object_list: list[Any], obj: Any, group: Any = None, **_: Any) -> None:
-    object_list[:] = ranks.gather(obj, _among(group))
-
-
-def _gather_object(
-    ranks: Present,
-    obj: Any,
-    object_gather_list: list[Any] | None = None,
-    dst: int | None = None,
-    group: Any = None,
-    **_: Any,
-) -> None:
-    values = ranks.gather(obj, _among(group))
-    if object_gather_list is not None:
-        object_gather_list[:] = values
-
-
-def _broadcast_object_list(
-    ranks: Present,
-    object_list: list[Any],
-    src: int | None = None,
-    group: Any = None,
-    device: Any = None,
-    group_src: int | None = None,
-    **_: Any,
-) -> None:
-    among = _among(group)
-    object_list[:] = ranks.gather([*object_list], among)[among.index(_root(among, src, group_src))]
-
-
-def _scatter_object_list(
-    ranks: Present,
-    scatter_object_output_list: list[Any],
-    scatter_object_input_list: Sequence[Any] | None = None,
-    src: int | None = None,
-    group: Any = None,
-    group_src: int | None = None,
-    **_: Any,
-) -> None:
-    among = _among(group)
-    sent = ranks.gather(scatter_object_input_list, among)[among.index(_root(among, src, group_src))]
-    scatter_object_output_list[0] = (sent or [None] * len(among))[dist.get_rank(group)]
+def _answered(function: Any, ranks: Present, *arguments: Any, **options: Any) -> None:
+    """Carry out one of torch's collectives of objects: each rank's value, or those of the root, go into its list."""
+    bound = inspect.signature(function).bind(*arguments, **options)
+    bound.apply_defaults()
+    given = bound.arguments
+    group = given["group"] or dist.distributed_c10d._get_default_group()
+    among = list(dist.get_process_group_ranks(group))
+    sent = next(given[name] for name in ("obj", "scatter_object_input_list", "object_list") if name in given)
+    values = ranks.gather(sent, among)
+    if "src" in given:
+        place = (given["group_src"] or 0) if given["src"] is None else among.index(given["src"])
+        values = values[place] or [None] * len(among)
+    if "scatter_object_output_list" in given:
+        given["scatter_object_output_list"][0] = values[dist.get_rank(group)]
+    elif (taken := given.get("object_list", given.get("object_gather_list"))) is not None:
+        taken[:] = values
