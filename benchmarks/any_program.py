@@ -111,9 +111,9 @@ def environment(folder: Path) -> Path:
 
 def install(python: Path, package: str) -> str:
     """Install a package unless it is there; return its version."""
-    asked = [python, "-c", f"from importlib.metadata import version; print(version('{package}'))"]
+    asked = [str(python), "-c", f"from importlib.metadata import version; print(version('{package}'))"]
     if subprocess.run(asked, capture_output=True, check=False).returncode:
-        pip = [python, "-m", "pip", "install", "--quiet", "--no-input", package]
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--no-input", package]
         subprocess.run([*pip, *({"torchtitan": ["tyro"]}.get(package, []))], check=True)
     return subprocess.check_output(asked, text=True).strip()
 

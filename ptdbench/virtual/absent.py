@@ -109,11 +109,12 @@ def attach() -> None:
     ranks = Present(present, int(os.environ["RANK"]), dist.FileStore(os.environ[STORE], len(present)))
     groups.rendezvous = _meet
     groups._new_process_group_helper = partial(_with_fakes, groups._new_process_group_helper)
+    modules: list[Any] = [dist, groups]
     for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
         answered = partial(_answered, getattr(dist, name), ranks)
-        for module in (dist, groups):
+        for module in modules:
             setattr(module, name, answered)
-    for module in (dist, groups):
+    for module in modules:
         module.monitored_barrier = lambda *_, **__: None
 
 
