@@ -45,7 +45,7 @@ def attach() -> None:
     import torch
 
     if os.environ.get(FOLDER):
-        torch.cuda._lazy_call(partial(_Watch, Path(os.environ[FOLDER])))
+        torch.cuda._lazy_call(partial(_safely, _Watch, Path(os.environ[FOLDER])))
 
 
 class _Watch:
@@ -73,7 +73,7 @@ class _Watch:
         self._hook()
         if os.environ.get(STACKS):
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
-        Finalize(None, self._end, exitpriority=0)  # also at the end of a forked process
+        Finalize(None, partial(_safely, self._end), exitpriority=0)  # also at the end of a forked process
         Thread(target=self._end_endless, args=(get_ident(),), daemon=True).start()
         self._write()
 
@@ -82,12 +82,12 @@ class _Watch:
         from torch.cuda._gpu_trace import register_callback_for_memory_allocation
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        register_optimizer_step_post_hook(lambda stepped, *_: self._optimizer_stepped(stepped))
+        register_optimizer_step_post_hook(lambda stepped, *_: _safely(self._optimizer_stepped, stepped))
         steps: Any = self._torch.autograd.profiler.KinetoStepTracker
         steps.increment_step = _told(steps.increment_step, self._profiler_stepped)
         compiled: Any = self._torch._C
         compiled._cuda_resetPeakMemoryStats = _told(compiled._cuda_resetPeakMemoryStats, lambda _: self._measure())
-        compiled._cuda_attach_out_of_memory_observer(self._out_of_memory)
+        compiled._cuda_attach_out_of_memory_observer(partial(_safely, self._out_of_memory))
         allocated: Any = ctypes.CDLL(None).ptdbench_virtual_allocated
         allocated.argtypes = [ctypes.c_void_p]
         register_callback_for_memory_allocation(allocated)
@@ -181,11 +181,20 @@ class _Watch:
         partial.replace(self._path)
 
 
+def _safely(function: Any, *arguments: Any) -> Any:
+    """Call a function of this file, whose faults must not end the program that it watches."""
+    try:
+        return function(*arguments)
+    except Exception:
+        told = "virtual GPU: a fault of ptdbench, and none of this program; please report it with what stands above"
+        print(f"{traceback.format_exc()}{told}", file=sys.stderr, flush=True)
+
+
 def _told(function: Any, tell: Any) -> Any:
     """Return a function of one argument that tells it before it does its work."""
 
     def telling(argument: Any) -> Any:
-        tell(argument)
+        _safely(tell, argument)
         return function(argument)
 
     return telling
