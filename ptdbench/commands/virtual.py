@@ -55,7 +55,8 @@ def main(arguments: argparse.Namespace) -> int:
         echo(files.as_text(run.written))
         return status
     width = shutil.get_terminal_size((110, 24)).columns
-    echo(f"\n{virtual.of_program(run, width)}", sys.stderr if status else None)
+    lines = [virtual.of_program(run, width), *virtual.largest(Path(run.directory))]
+    echo("\n".join(["", *lines]), sys.stderr if status else None)
     return status
 
 

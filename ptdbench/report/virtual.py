@@ -157,12 +157,11 @@ def of_program(record: RunRecord, width: int) -> str:
     steps = record.steps or 0
     taken = f"{steps} steps" if steps else "no step was found: kernels and messages are those of the whole program"
     zeros = "nothing is computed: losses are zeros"
-    last = wrap(f"{taken}; {zeros}; {record.directory}", width)
-    return "\n".join([*lines, explained(record, command, width), *_largest(Path(record.directory), width), last])
+    return "\n".join([*lines, explained(record, command, width), wrap(f"{taken}; {zeros}; {record.directory}", width)])
 
 
-def _largest(directory: Path, width: int) -> Iterator[str]:
-    """Yield what took most memory at the peak of the process that needed most, if snapshots were kept."""
+def largest(directory: Path) -> Iterator[str]:
+    """Yield what took most memory at the peak of the process that needed most, if this process has kept snapshots."""
     kept = [(snapshots.largest(path, _MOST_PLACES), path) for path in directory.glob("memory/*.pickle")]
     if not kept:
         return

@@ -79,7 +79,7 @@ def execute(request: Request, stdout: int | None = None) -> tuple[RunRecord, int
 def _begin(request: Request) -> Any:
     config = {
         "workload": {"name": "program"},
-        "program": {"command": [*request.command], "steps": request.steps},
+        "program": {"command": [*request.command], "options": [*_options(request)]},
         "virtual": {
             **{"name": request.name, "gpus": request.count, "nodes": request.nodes or 1},
             **{"memory": request.memory, "ranks": None if request.ranks is None else [*request.ranks]},
@@ -88,9 +88,17 @@ def _begin(request: Request) -> Any:
 
     def write(folder: Path, directory: Path) -> None:
         draft = record.begin(config, directory, {}, [*request.command])
-        store.write_record(folder, {**draft, "kind": "virtual", "launcher": "program"})
+        store.write_record(folder, {**draft, "kind": "virtual", "launcher": "local"})
 
     return write
+
+
+def _options(request: Request) -> Iterator[str]:
+    """Yield the words before the program that ask for the same once more."""
+    yield f"{request.name}x{request.count}"
+    given = {"memory": request.memory and f"{request.memory}B", "nodes": request.nodes, "steps": request.steps}
+    given["ranks"] = request.ranks and ",".join(map(str, request.ranks))
+    yield from (f"--{name}={value}" for name, value in given.items() if value)
 
 
 def _results(request: Request, ended: program.Ended) -> dict[str, Any]:
