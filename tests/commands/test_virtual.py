@@ -101,7 +101,7 @@ dist.broadcast_object_list(first, src=0)
 dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
 dist.all_reduce(torch.ones(1000, device="cuda"))
 dist.barrier()
-print(ranks, first, os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"])
+print(f"{ranks} {first} {os.environ['LOCAL_RANK']} {os.environ['GROUP_RANK']}|")
 """
 
 
@@ -109,8 +109,8 @@ def test_some_ranks_run_without_the_others(virtual, tmp_path):
     (tmp_path / "some.py").write_text(SOME_RANKS)
     done = virtual("h100x2", "--nodes", 3, "--ranks", "1,4", "--json", "--", sys.executable, "some.py")
     assert done.returncode == 0, done.stderr
-    assert "[1, 1, 1, 1, 4, 4] [11] 1 0" in done.stderr
-    assert "[1, 1, 1, 1, 4, 4] [11] 0 2" in done.stderr
+    assert "[1, 1, 1, 1, 4, 4] [11] 1 0|" in done.stderr
+    assert "[1, 1, 1, 1, 4, 4] [11] 0 2|" in done.stderr
     record = json.loads(done.stdout)
     assert (record["world_size"], record["virtual"]["ranks"]) == (6, [1, 4])
     assert record["virtual"]["messages"]["all_reduce"]["bytes"] >= 4000
