@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ptdbench.launch import rendezvous
 from ptdbench.launch.world import World, discover
 from ptdbench.problems import ConfigError, Problem
+from ptdbench.virtual.absent import Answers
 from tests.conftest import ROOT
 from tests.ports import free_port
 from tests.programs import call
@@ -259,7 +260,7 @@ def test_reductions_are_over_present_ranks():
 
 
 def test_store_answers_for_absent_ranks():
-    store = rendezvous._Answers(8)
+    store = Answers(8)
     assert store.add("arrived", 1) == 8
     assert store.get("name of a communicator") == bytes(128)
     assert not store.check(["a rank has failed"])

@@ -84,6 +84,6 @@ def test_fork_of_a_cuda_process_cannot_use_cuda(answers):
 def test_unimplemented_call_fails_and_is_named_once(answers):
     assert answers["unanswered"] == [NOT_SUPPORTED, NOT_SUPPORTED, 15]
     assert [line for line in answers["errors"].splitlines() if "nothing answers" in line] == [
-        "virtual GPU: nothing answers cudaGraphLaunch",
+        "virtual GPU: nothing answers cudaGraphAddNode",
         "virtual GPU: nothing answers cublasDtrsm_v2",
     ]
