@@ -38,6 +38,7 @@ from benchmarks.tables import drawn
 from ptdbench.kernels import softmax  # noqa: F401 # makes operations of torch's
 from ptdbench.measure import memory
 from ptdbench.profiling import trace
+from ptdbench.profiling.kernels import kernel_kind
 from ptdbench.setup import choices
 from ptdbench.training import profile
 from ptdbench.virtual.device import Device
@@ -204,7 +205,7 @@ def count(given: argparse.Namespace) -> dict[str, Any]:
         f"{host * 1e3:.0f}",
         *(f"{took * 1e3:.1f} ({flops / took / gpu.peaks['bf16']:.0%})" for gpu, took in rooflines),
     ]
-    return {"row": row, "kinds": Counter(map(profile.kernel_kind, names)), "names": Counter(names)}
+    return {"row": row, "kinds": Counter(map(kernel_kind, names)), "names": Counter(names)}
 
 
 def kernels(step: Callable[[], Tensor], on: torch.device) -> list[str]:

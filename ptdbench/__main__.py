@@ -1,7 +1,8 @@
 """``ptdbench COMMAND``, also ``python -m ptdbench COMMAND``; each module of :mod:`ptdbench.commands` is one.
 
 A command has ``HELP``, ``add_arguments(parser)`` and ``main(arguments)``, which returns the exit status; for unusable
-input that is 1, or its ``UNUSABLE``. It imports what it needs when it runs, so that ``--help`` answers at once.
+input that is 1, or its ``UNUSABLE``; with ``TAKES_PROGRAM``, ``arguments.program`` has what follows ``--``. It imports
+what it needs when it runs, so that ``--help`` answers at once.
 ``train`` is not one of them: Hydra reads what follows it.
 """
 
@@ -51,8 +52,11 @@ def main() -> int:
 
         argcomplete.autocomplete(parser)
     if of_command := of_commands.get(next(iter(sys.argv[1:]), "")):
-        words = sys.argv[2:]  # in any order, unless a -- keeps what follows it from being options
+        words, program = sys.argv[2:], []  # in any order, unless a -- keeps what follows it from being options
+        if of_command.get_default("takes_program") and "--" in words:
+            words, program = words[: words.index("--")], words[words.index("--") + 1 :]
         arguments = of_command.parse_args(words) if "--" in words else of_command.parse_intermixed_args(words)
+        arguments.program = program
         from ptdbench.records.store import Damaged
 
         try:
@@ -99,7 +103,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         about = (command.__doc__ or "").replace("``", "")
         of_commands[name] = choices.add_parser(name, help=command.HELP, description=about)
         command.add_arguments(of_commands[name])
-        of_commands[name].set_defaults(main=command.main, unusable=getattr(command, "UNUSABLE", 1))
+        takes_program = getattr(command, "TAKES_PROGRAM", False)
+        unusable = getattr(command, "UNUSABLE", 1)
+        of_commands[name].set_defaults(main=command.main, unusable=unusable, takes_program=takes_program)
     return parser, of_commands
 
 

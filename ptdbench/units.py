@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 
 def three_digits(value: float) -> str:
@@ -65,3 +66,18 @@ def duration_text(seconds: float) -> str:
     minutes, second = divmod(math.ceil(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+#: Bytes by unit, decimal and binary.
+_UNITS = {
+    **{f"{letter}B": 1000**power for power, letter in enumerate(("", "k", "M", "G", "T"))},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+}
+
+
+def size_of(text: str) -> int:
+    """Parse bytes with a unit, ``20GiB`` or ``1.5 TB``; raises ValueError for anything else, a bare number included."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\w+)", text.strip())
+    if not found or found[2] not in _UNITS:
+        raise ValueError(f"{text} is not a size")
+    return round(float(found[1]) * _UNITS[found[2]])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptdbench.units import bytes_text, size_text, time_text
+from ptdbench.units import bytes_text, size_of, size_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,14 @@ from ptdbench.units import bytes_text, size_text, time_text
 )  # fmt: skip
 def test_unit_is_chosen_after_rounding(text, value, said):
     assert text(value) == said
+
+
+@pytest.mark.parametrize(("text", "size"), [("20GiB", 20 << 30), ("1.5 TB", 1_500_000_000_000), ("7B", 7)])
+def test_sizes_have_units(text, size):
+    assert size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["20", "GiB", "20 gib", "-1GB"])
+def test_text_without_unit_is_no_size(text):
+    with pytest.raises(ValueError, match="is not a size"):
+        size_of(text)

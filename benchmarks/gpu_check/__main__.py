@@ -9,7 +9,7 @@ Each part is carried out in a process of its own; those that time nothing run fi
 what it found to ``benchmarks/gpu/<device>.json``, in place of what it found there before. Exit status 0: all checks
 passed; 1: one failed; 2: there is no GPU here. ``--device cpu`` tries the parts themselves with small models; it shows
 nothing about a GPU and records nothing unless ``--results`` says where. Nor is anything recorded of a GPU that is not
-there (``benchmarks/on_virtual.py``), which has no numbers and no times to compare.
+there (``ptdbench virtual``), which has no numbers and no times to compare.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On virtual GPUs, some ranks may be absent. The others need three things of them. Objects, small figures and barriers:
 :class:`PresentCollectives` answers with the value of the last present rank before the absent one. Store keys, from
-which process groups are made: :class:`_Answers` has them. Messages of device memory: the virtual GPU discards them, see
+which process groups are made: :class:`Answers` has them. Messages of device memory: the virtual GPU discards them, see
 :mod:`ptdbench.virtual.library`.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import socket
 import time
 import uuid
@@ -31,6 +30,7 @@ from ptdbench.launch.collect import HostCollectives, through
 from ptdbench.launch.watchdog import FIRST_STEP, JOINED, LEFT
 from ptdbench.launch.world import World, discover, restarts, torchrun_variables
 from ptdbench.problems import ConfigError, Problem
+from ptdbench.virtual.absent import Answers, Present
 
 #: Timeout of collectives, in addition to the watchdog's limit of a step; under torchrun also of the rendezvous.
 PATIENCE = timedelta(minutes=30)
@@ -49,7 +49,7 @@ REFUSAL_SECONDS = 5.0
 
 #: Keeps stores implemented in Python alive: torch holds no reference, but an NCCL thread uses them until the process
 #: ends.
-_ANSWERS: list[_Answers] = []
+_ANSWERS: list[Answers] = []
 
 
 class NotMet(ConfigError):
@@ -158,7 +158,7 @@ def process_group(
     of_run = run_store(key)
     of_group = of_run
     if world.present:
-        of_group = _Answers(world.size)
+        of_group = Answers(world.size)
         _ANSWERS.append(of_group)
         if "gloo" in backend:  # torch's fake backend discards messages on the host; virtual GPUs discard theirs
             import torch.testing._internal.distributed.fake_pg  # noqa: F401 # registers it
@@ -205,10 +205,6 @@ def be_patient(patience: timedelta) -> None:
             set_timeout(patience, group)
 
 
-#: Bytes of the largest value that a process group reads from a store: NCCL's unique id of a communicator.
-_NAME_BYTES = 128
-
-
 class PresentCollectives(HostCollectives):
     """Collectives of the ranks ``present``, in ascending order, through a store; they also answer for the others."""
 
@@ -216,70 +212,20 @@ class PresentCollectives(HostCollectives):
 
     def __init__(self, present: Sequence[int], rank: int, size: int, store: dist.Store) -> None:
         super().__init__()
-        self._present, self._rank, self._store = present, rank, store
-        self._answers_for = [max((at for at in present if at <= rank), default=present[0]) for rank in range(size)]
-        self._number = 0
+        self._ranks, self._size = Present(present, rank, store), size
 
     def gather(self, value: Any) -> list[Any]:
         """Return each rank's value; for an absent rank, that of the rank that answers for it."""
-        values = self._exchange(value)
-        return [values[rank] for rank in self._answers_for]
+        return self._ranks.gather(value, range(self._size))
 
     def reduce(self, numbers: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Return the sum or the maximum over the ranks present."""
-        of_ranks = torch.stack(list(self._exchange(numbers).values()))
+        of_ranks = torch.stack(list(self._ranks.exchange(numbers, self._ranks.ranks).values()))
         return of_ranks.sum(0) if operation == dist.ReduceOp.SUM else of_ranks.amax(0)
 
     def barrier(self) -> None:
         """Wait for the ranks present."""
-        self._exchange(None)
-
-    def _exchange(self, value: Any) -> dict[int, Any]:
-        """Return the value of each rank present; all of them must call this in the same order."""
-        self._number += 1
-        self._store.set(f"said {self._number} {self._rank}", pickle.dumps(value))  # type: ignore[arg-type] # also bytes
-        return {rank: pickle.loads(self._store.get(f"said {self._number} {rank}")) for rank in self._present}
-
-
-class _Answers(dist.Store):
-    """A store as if every rank had already arrived: no call waits, and a value that was never set is zeros.
-
-    Every counter is at least ``size``, as if all ranks of the run had added to it.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._size = size
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._values[key] = value.encode() if isinstance(value, str) else value
-
-    def get(self, key: str) -> bytes:
-        return self._values.get(key, bytes(_NAME_BYTES))
-
-    def add(self, key: str, amount: int) -> int:
-        self._values[key] = str(int(self._values.get(key, b"0")) + amount).encode()
-        return max(int(self._values[key]), self._size)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self.set(key, desired)
-        return self._values[key]
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return at once."""
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)  # NCCL's watchdog looks for a key that reports a failed rank
-
-    def clone(self) -> _Answers:
-        return self
-
-    def delete_key(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing."""
+        self._ranks.exchange(None, self._ranks.ranks)
 
 
 def _host_collectives(world: World, backend: str, store: dist.Store, patience: timedelta) -> HostCollectives:

@@ -19,9 +19,9 @@ from ptdbench.parallel.footprint import modules_of_ranks
 from ptdbench.parallel.tensor import split_dimensions
 from ptdbench.parallel.zero import assign_owners
 from ptdbench.profiling.phases import KINDS
+from ptdbench.records import accounts
 from ptdbench.records.schema import Memory, Record
 from ptdbench.setup.training_spec import TrainingSpec
-from ptdbench.training import virtual_account
 
 #: All stages of pipelines up to this length run; of longer ones the first, the last two, and one of each kind between.
 _ALL_STAGES = 4
@@ -94,10 +94,10 @@ def _is_uneven(training: TrainingSpec) -> bool:
 
 def merged(records: Sequence[Record], stands_for: Mapping[int, int]) -> Record:
     """Combine records of different ranks, in ascending order; ``stands_for``: how many ranks each represents."""
-    accounts = [record.virtual for record in records if record.virtual]
+    of_ranks = [record.virtual for record in records if record.virtual]
     memories = [record.memory for record in records if record.memory and record.memory.ranks]
     metrics = [record.metrics for record in records if record.metrics]
-    first = replace(records[0], virtual=virtual_account.merged(accounts, stands_for))
+    first = replace(records[0], virtual=accounts.merged(of_ranks, stands_for))
     if first.memory and len(memories) == len(records):
         first.memory = Memory(
             ranks={kind: [*chain(*((memory.ranks or {})[kind] for memory in memories))] for kind in KINDS},

@@ -212,8 +212,12 @@ class Virtual(Struct):
     real_time: bool | None = None  #: Whether kernels took time, by a crude model.
     ranks: list[Count] | None = None  #: The ranks that were run.
     allocated_bytes: list[Count] | None = None  #: Peak memory allocated by PyTorch.
+    #: The step of this peak, from 1; of a program of one's own.
+    peak_steps: list[Count] | None = None
     #: Peak memory that torch's allocator reserved on the device, its cache included.
     reserved_bytes: list[Count] | None = None
+    #: Peak memory of the device outside of torch's allocator, the CUDA context included; of a program of one's own.
+    outside_bytes: list[Count] | None = None
     #: Memory of the CUDA context outside the allocator, as estimated in ``conf/virtual``. The peaks include cuBLAS
     #: workspaces, which torch allocates; cuDNN workspaces are empty here. NCCL buffers are not counted.
     context_bytes: Count | None = None
@@ -224,6 +228,7 @@ class Virtual(Struct):
     #: Kernels of a step by kind: ``product``, ``attention``, ``convolution``, ``compiled`` (by Triton), ``copy`` (casts
     #: included), ``elementwise``, ``reduction``, ``norm``, ``optimizer``, ``communication`` and ``other``.
     kernels: dict[str, list[Count]] | None = None
+    flops: list[Count] | None = None  #: FLOPs of a step's matrix products; of a program of one's own.
     messages: dict[str, Messages] | None = None  #: The messages of a step by operation.
     reason: str | None = None  #: Why kernels and messages are unknown.
 
@@ -444,7 +449,8 @@ class Identity(Struct):
 
     #: ``ok``, or how the run failed: ``failed``, ``oom``, ``diverged``, ``timeout`` or ``preempted`` (can be resumed).
     status: str
-    #: The workload: ``train``, ``hello``, ``matmul``, ``p2p``, ``collectives``, ``check`` or one of your own.
+    #: The workload: ``train``, ``hello``, ``matmul``, ``p2p``, ``collectives``, ``check``, ``program`` (any
+    #: program on virtual GPUs) or one of your own.
     workload: str
     fingerprint: str  #: Sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
     directory: str  #: The run's directory when it ran.

@@ -135,7 +135,7 @@ def name(record: RunRecord) -> str:
 
 def _parallel(record: RunRecord) -> str:
     """Return the preset, with its degrees if there are several and its schedule if there is one."""
-    return " ".join(filter(None, (str(record.parallel), _degrees(record), _schedule(record))))
+    return " ".join(filter(None, (str(record.parallel or record.workload), _degrees(record), _schedule(record))))
 
 
 def _degrees(record: RunRecord) -> str:

@@ -104,6 +104,8 @@ def of_workload(record: RunRecord, width: int, typed: Collection[str] = ()) -> s
     workloads are shown as recorded, without running the code that the record names, except for the classes ``typed``,
     which the user has just run.
     """
+    if record.workload == "program":
+        return virtual.of_program(record, width)
     lines = []
     try:
         if results := record.written.get(record.workload):

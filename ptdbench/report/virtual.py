@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from msgspec.structs import astuple
 
 from ptdbench.comparison.ranking import spoken
 from ptdbench.grouping import grouped
 from ptdbench.problems import in_shell
+from ptdbench.profiling import snapshots
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Plan, Virtual
 from ptdbench.report.text import drawn, figure_text, wrap
-from ptdbench.terminal import command, rank_names
+from ptdbench.terminal import command, plain, plural, rank_names
 from ptdbench.units import gib_text, memory_text, size_text
 
 
@@ -38,6 +41,9 @@ PLANNED = {
     "mb": None, "rank": 4, "weights": 7, "gradients": 3, "optimizer": 6, "activations": None, "gathered": None,
     "other": 1, "allocated": 5, "reserved": None, "outside": 2, "of GPU": 0, "left": None, "fits": None, "max mb": None,
 }  # fmt: skip
+
+#: The places of a program that are shown, of those that allocated what was alive at the peak.
+_MOST_PLACES = 8
 
 #: Those that are no sizes.
 NO_SIZES = ("mb", "rank", "fits", "max mb")
@@ -158,7 +164,9 @@ def explained(record: RunRecord, called: str, width: int) -> str:
     present_passes, passes = record.plan.accumulation, record.layout.accumulation
     of_some = present_passes and passes and present_passes < passes
     step = f"{present_passes} of {passes} passes of a step" if of_some else "a step"
-    present = f"all {size} ranks" if len(ranks) == size else f"{rank_names(ranks)} of {size}"
+    present = (
+        ("all " * (size != 1) + plural(size or 0, "rank")) if len(ranks) == size else f"{rank_names(ranks)} of {size}"
+    )
     lines = [wrap(f"{called} on {virtual.device}, {present}", width), *_memory(record, width)]
     if virtual.reason:
         lines.append(wrap(f"no kernels and no messages: {virtual.reason}", width))
@@ -171,13 +179,48 @@ def explained(record: RunRecord, called: str, width: int) -> str:
     return "\n".join(lines)
 
 
+def of_program(record: RunRecord, width: int) -> str:
+    """Render what a program of one's own did, and how it ended; see :mod:`ptdbench.run.program`."""
+    lines = [wrap(f"error: {record.error.message}", width)] if record.status != "ok" else []
+    if not record.virtual.ranks:
+        none = "no process used a GPU: a program that torch does not run on GPUs has nothing to show"
+        return "\n".join([*lines, wrap(none, width)])
+    command = shlex.join(record.option("program.command", list[str]) or [])
+    steps = record.steps or 0
+    taken = f"{steps} steps" if steps else "no step was found: kernels and messages are those of the whole program"
+    zeros = "nothing is computed: losses are zeros"
+    return "\n".join([*lines, explained(record, command, width), wrap(f"{taken}; {zeros}; {record.directory}", width)])
+
+
+def largest(directory: Path) -> Iterator[str]:
+    """Yield what took most memory at the peak of the process that needed most, if this process has kept snapshots."""
+    kept = [(snapshots.largest(path, _MOST_PLACES), path) for path in directory.glob("memory/*.pickle")]
+    if not kept:
+        return
+    places, path = max(kept, key=lambda of_one: sum(place.bytes for place in of_one[0]))
+    yield f"largest at the peak, by place; the whole snapshot, for https://pytorch.org/memory_viz, is {path}:"
+    for place in places:
+        frames = place.stack or ["(no Python: the backward pass)"]
+        title = f"  {size_text(place.bytes)} in {plural(place.count, 'tensor')}"
+        yield plain("\n".join([title, *(f"    {frame}" for frame in frames)]))
+
+
 def _memory(record: RunRecord, width: int) -> Iterator[str]:
     """Yield a table with a row for each rank: its peaks, and its memory by purpose."""
     virtual, kinds = record.virtual, record.memory.ranks or {}
-    sizes = [virtual.allocated_bytes or [], virtual.reserved_bytes or [], *kinds.values()]
-    rows = [[str(rank), *map(size_text, of_rank)] for rank, *of_rank in zip(virtual.ranks or [], *sizes, strict=False)]
-    yield drawn(["rank", "allocated", "reserved", *kinds], rows, width, spared=["other", "communication"])
-    on_top = f"the CUDA context (about {size_text(virtual.context_bytes or 0)}) and NCCL's buffers come on top"
+    columns: dict[str, Iterable[str]] = {
+        "rank": map(str, virtual.ranks or []),
+        "allocated": map(size_text, virtual.allocated_bytes or []),
+        **({"in step": map(str, virtual.peak_steps)} if virtual.peak_steps else {}),
+        "reserved": map(size_text, virtual.reserved_bytes or []),
+        **({"outside": map(size_text, virtual.outside_bytes)} if virtual.outside_bytes else {}),
+        **({"TFLOP": (f"{flops / 1e12:,.3f}" for flops in virtual.flops)} if virtual.flops else {}),
+        **{kind: map(size_text, sizes) for kind, sizes in kinds.items()},
+    }
+    yield drawn([*columns], [*zip(*columns.values(), strict=False)], width, spared=["other", "communication"])
+    context = f"the CUDA context (about {size_text(virtual.context_bytes or 0)})"
+    outside = f"outside: {context}, and what else is not torch's; NCCL's buffers come on top"
+    on_top = outside if virtual.outside_bytes else f"{context} and NCCL's buffers come on top"
     reserved = "reserved: what torch's allocator takes from the GPU, which decides whether a run fits"
     yield wrap(f"allocated: the tensors at their peak; {reserved}; {on_top}", width)
 

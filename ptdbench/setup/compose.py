@@ -34,6 +34,7 @@ from ptdbench.problems import ConfigError, Problem, differing, first_line, in_sh
 from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read
+from ptdbench.setup.gpus import conf_folder
 from ptdbench.terminal import command, plain
 
 #: Hydra's exceptions for an invalid command line or file; :func:`_compose` converts further ones to these.
@@ -50,13 +51,6 @@ _SHIPPED = re.compile(r"torch\.|ptdbench\.(?!examples\.)")
 
 #: Prefix of a sweep's lists that are defined in a file.
 _PARAMS = "hydra.sweeper.params"
-
-
-def conf_folder() -> Path:
-    """Return the folder ``conf``: at the top of a checkout, or inside the package if installed from a wheel."""
-    package = Path(__file__).parents[1]
-    shipped = package / "conf"
-    return shipped if shipped.is_dir() else package.with_name("conf")
 
 
 @dataclass(frozen=True)

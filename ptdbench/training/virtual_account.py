@@ -5,10 +5,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,11 +18,11 @@ from ptdbench.launch.collect import gather
 from ptdbench.measure import memory
 from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import trace
+from ptdbench.profiling.kernels import kernel_kind
+from ptdbench.records.accounts import merged
 from ptdbench.records.schema import Messages, Virtual
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
-
-T = TypeVar("T")
 
 
 def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> Virtual | None:
@@ -41,49 +39,6 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> Virtual | N
         size = volume.get(operation)
         sent.formula_bytes = None if isinstance(size, tuple) else size
     return of_all
-
-
-def merged(accounts: Sequence[Virtual], stands_for: Mapping[int, int] | None = None) -> Virtual:
-    """Combine accounts of different ranks; ``stands_for``: how many ranks each represents, by default itself only."""
-    first, ranks = accounts[0], [account.ranks or [] for account in accounts]
-    kinds = dict.fromkeys(kind for account in accounts for kind in account.kernels or ())
-    operations = dict.fromkeys(operation for account in accounts for operation in account.messages or ())
-    counts = [sum((stands_for or {}).get(rank, 1) for rank in of_account) for of_account in ranks]
-    return Virtual(
-        device=first.device,
-        real_time=first.real_time,
-        ranks=[*chain(*ranks)],
-        allocated_bytes=_joined(account.allocated_bytes for account in accounts),
-        reserved_bytes=_joined(account.reserved_bytes for account in accounts),
-        context_bytes=first.context_bytes,
-        communicators=_joined(account.communicators for account in accounts),
-        host_seconds=_joined(account.host_seconds for account in accounts),
-        kernels={kind: [*chain(*(_kernels(account, kind) for account in accounts))] for kind in kinds},
-        messages={operation: _mean(operation, accounts, counts) for operation in operations},
-        reason=next((account.reason for account in accounts if account.reason), None),
-    )
-
-
-def _kernels(account: Virtual, kind: str) -> list[int]:
-    return (account.kernels or {}).get(kind) or [0] * len(account.ranks or ())
-
-
-def _joined(lists: Iterable[list[T] | None]) -> list[T] | None:
-    given = [numbers for numbers in lists if numbers is not None]
-    return [*chain(*given)] if given else None
-
-
-def _mean(operation: str, accounts: Sequence[Virtual], counts: Sequence[int]) -> Messages:
-    """Average an operation over all ranks; ``counts``: the ranks that each account represents."""
-    of_accounts = [(account.messages or {}).get(operation) for account in accounts]
-    sent = [(messages, count) for messages, count in zip(of_accounts, counts, strict=True) if messages]
-    sizes = [messages.bytes * count for messages, count in sent if messages.bytes is not None]
-    formulas = [messages.formula_bytes for messages, _ in sent if messages.formula_bytes is not None]
-    return Messages(
-        calls=sum(messages.calls * count for messages, count in sent) / sum(counts),
-        bytes=sum(sizes) / sum(counts) if len(sizes) == len(sent) else None,
-        formula_bytes=formulas[0] if formulas else None,
-    )
 
 
 def present(job: Job) -> list[int]:
@@ -137,7 +92,7 @@ def _launched(job: Job, loop: StepLoop) -> tuple[dict[str, list[int]], dict[str,
         profile.run(job, loop, 1).export_chrome_trace(str(path))
         memory.trim()  # a step of a large model has 150,000 events
         launched, called = trace.launched_in_steps(path)
-    kernels = Counter(profile.kernel_kind(kernel.name) for kernel in launched)
+    kernels = Counter(kernel_kind(kernel.name) for kernel in launched)
     calls, size = Counter(call.operation for call in called), Counter[str]()
     for call in called:
         size[call.operation] += call.bytes

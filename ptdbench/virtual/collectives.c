@@ -4,6 +4,9 @@
 static const char *words[] = {"AllReduce", "Reduce", "ReduceScatter", "AllGather", "Broadcast",
                               "AlltoAll",  "Send",   "Recv",          "Split"};
 
+/* The operations by the names of torch. */
+static const char *operations[] = {"all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"};
+
 /* NVIDIA's kernel names, by which trace readers recognize collectives. */
 #define DEVICE_KERNEL(name) "ncclDevKernel_" name "(ncclDevKernelArgsStorage<4096ul>)"
 static const char *kernels[] = {DEVICE_KERNEL("AllReduce_Sum_f32_RING_LL"),
@@ -99,6 +102,14 @@ static void deliver(ncclComm_t c, int parity, const struct call *call, const voi
     }
 }
 
+/* Whether the values of all ranks whose data a call delivers are known. */
+static bool are_known(ncclComm_t c, int parity, const struct call *call) {
+    bool all = true;
+    for (int rank = 0; rank < c->ranks; rank++)
+        if (call->what != BROADCAST || rank == call->root) all = all && member(c, rank)->slots[parity].known;
+    return all;
+}
+
 static size_t sent_bytes(ncclComm_t c, const struct call *call) {
     return call->count * size_of(call->type) *
            (call->what == REDUCE_SCATTER || call->what == ALL_TO_ALL ? c->ranks : 1);
@@ -116,6 +127,7 @@ static void answer_alone(ncclComm_t c, const struct call *call, const char *from
         zero(to, received_bytes(c, call));
     else
         for (size_t i = 0; i < copies; i++) memmove(to + i * each, from, each);
+    know(to, copies * each, known(from, each));
 }
 
 /* Runs one collective call; `start` is set to the time when the last rank's stream is ready for it. */
@@ -138,6 +150,7 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
             if ((error = wait_once(c, &round))) return error;
     mine->call = *call, mine->ready = *start;
     mine->factor = call->op >= ncclNumOps ? c->factors[call->op - ncclNumOps] : 1;
+    mine->known = known(from, bytes);
     if (computed && (call->what != BROADCAST || c->rank == call->root)) memcpy(mine->data, from, bytes);
     me->posted = number + 1;
     round = 0;
@@ -155,6 +168,7 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
             deliver(c, parity, call, from, to);
         else
             zero(to, received_bytes(c, call));
+        know(to, received_bytes(c, call), computed && are_known(c, parity, call));
     }
     me->done = number + 1;
     return error;
@@ -171,7 +185,14 @@ static ncclResult_t collective(enum what what, const void *from, void *to, size_
     double moved = bytes * (what == ALL_REDUCE ? 2.0 : 1.0) * (c->ranks - 1) / c->ranks;
     start_not_before(stream, start);
     enqueue(stream,
-            &(struct work){KERNEL, kernels[what], LATENCY + moved / link_rate() * 1e9, bytes, {16, 1, 1}, {640, 1, 1}});
+            &(struct work){KERNEL,
+                           kernels[what],
+                           LATENCY + moved / link_rate() * 1e9,
+                           bytes,
+                           {16, 1, 1},
+                           {640, 1, 1},
+                           0,
+                           c->ranks > 1 ? operations[what] : NULL});
     return ncclSuccess;
 }
 

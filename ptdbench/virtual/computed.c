@@ -276,12 +276,17 @@ static bool read_tensors(const struct recipe *r, void **arguments, struct tensor
     return true;
 }
 
+/* Bytes from a tensor's first element to the end of its last one. */
+static size_t span_of(const struct tensors *t, int tensor, size_t count) {
+    return element(t, tensor, count - 1) - t->data[tensor] + size_of(t->types[tensor]);
+}
+
 /* Whether all elements are on a device, and the output is writable. Strides are positive: torch flips by other kernels.
  */
 static bool within(const struct tensors *t, size_t count) {
     for (int i = 0; i < t->count; i++) {
         if (t->types[i] == UNKNOWN) return false;
-        size_t span = element(t, i, count - 1) - t->data[i] + size_of(t->types[i]);
+        size_t span = span_of(t, i, count);
         if (!(i ? readable(t->data[i], span) : writable(t->data[i], span))) return false;
     }
     return true;
@@ -326,6 +331,9 @@ static void compute_elementwise(const struct recipe *r, void **arguments) {
         double value = apply(r, functor, a, b);
         put_number(element(&t, 0, i), 0, t.types[0], r->truth ? value != 0 : value);
     }
+    bool all_known = true;
+    for (int i = 1; i < t.count; i++) all_known = all_known && known(t.data[i], span_of(&t, i, count));
+    know(t.data[0], span_of(&t, 0, count), all_known);
 }
 
 /* ---- reductions: ReduceOp of ATen/native/cuda/Reduce.cuh ---- */
@@ -354,6 +362,8 @@ static double combine(enum variant variant, double a, double b) {
     }
 }
 
+/* Of values that are not known, the result is that of a healthy program: none is infinite or not a number, all are
+ * finite, and no loop goes on until the last one is. */
 static void compute_reduction(const struct recipe *r, void **arguments) {
     size_t config = 2 * r->neutral; /* after the functor, the neutral element is aligned to its size, the rest to 4 */
     const char *op = (const char *)arguments[0] + (config + 3) / 4 * 4;
@@ -362,21 +372,25 @@ static void compute_reduction(const struct recipe *r, void **arguments) {
     char *data[2];
     memcpy(data, (char *)arguments[0] + (pointers + 7) / 8 * 8, sizeof data);
     int inputs = x->config.inputs, outputs = x->config.outputs;
-    if (inputs < 1 || outputs < 1 || inputs > FEW || outputs > FEW / inputs) return;
+    if (inputs < 1 || outputs < 1 || outputs > FEW) return;
     if (!sane(x->input.dims, x->input.sizes) || !sane(x->output.dims, x->output.sizes)) return;
+    bool few = inputs <= FEW && outputs <= FEW / inputs, all_known = few;
     for (int o = 0; o < outputs; o++) {
         char *to = data[1] + offset(x->output.dims, x->output.sizes, x->output.strides[0], 2, 0, o);
         char *from = data[0] + offset(x->output.dims, x->output.sizes, x->output.strides[0], 2, 1, o);
         double value = r->variant == AND ? 1 : r->variant == GREATEST ? -INFINITY : r->variant == LEAST ? INFINITY : 0;
-        for (int i = 0; i < inputs; i++) {
+        char *last = from + offset(x->input.dims, x->input.sizes, x->input.strides[0], 1, 0, inputs - 1);
+        bool is_known = few && readable(from, last - from + 1) && known(from, last - from + size_of(r->type));
+        for (int i = 0; is_known && i < inputs; i++) {
             char *at = from + offset(x->input.dims, x->input.sizes, x->input.strides[0], 1, 0, i);
-            if (!readable(at, size_of(r->type))) return;
-            double one = get_number(at, 0, r->type);
-            value = combine(r->variant, value, one);
+            value = combine(r->variant, value, get_number(at, 0, r->type));
         }
         if (!writable(to, size_of(r->result))) return;
-        put_number(to, 0, r->result, value);
+        put_number(to, 0, r->result, is_known ? value : r->variant == AND);
+        all_known = all_known && is_known;
     }
+    size_t last = offset(x->output.dims, x->output.sizes, x->output.strides[0], 2, 0, outputs - 1);
+    know(data[1], last + size_of(r->result), all_known);
 }
 
 /* Sets a count to 0, so that torch creates an empty tensor rather than one of arbitrary size: (input, output, ...). */

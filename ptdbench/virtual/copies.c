@@ -144,6 +144,8 @@ API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum c
     bool pageable = to_device != from_device && !is_pinned(to_device ? from : to, &ours);
     const char *name = from_device && to_device ? "DtoD" : to_device ? "HtoD" : from_device ? "DtoH" : "HtoH";
     move(to, from, bytes);
+    know(to, bytes, known(from, bytes));
+    if (to_device != from_device) count_copy(to_device, bytes);
     enqueue(stream,
             &(struct work){COPY, name, copy_time(to_device && from_device, bytes), bytes, {1, 1, 1}, {1, 1, 1}});
     return pageable ? cudaStreamSynchronize(stream) : cudaSuccess; /* see CUDA's "API synchronization behavior" */
@@ -164,7 +166,8 @@ API cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, s
     cudaError_t error = ready();
     if (error) return error;
     for (size_t row = 0; row < height; row++)
-        move((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
+        move((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width),
+            know((char *)to + row * to_pitch, width, known((const char *)from + row * from_pitch, width));
     enqueue(stream,
             &(struct work){COPY, "DtoD", copy_time(true, width * height), width * height, {1, 1, 1}, {1, 1, 1}});
     return cudaSuccess;
@@ -178,6 +181,7 @@ API cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t 
         memset(to, value, bytes);
     else
         zero(to, bytes);
+    know(to, bytes, true);
     enqueue(stream, &(struct work){SET, "memset", 2e3 + memory_time(bytes), bytes, {1, 1, 1}, {1, 1, 1}});
     return cudaSuccess;
 }

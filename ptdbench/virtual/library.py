@@ -212,7 +212,7 @@ def _installed() -> _Torch:
 def _key(torch: _Torch) -> str:
     """Return the cache key of the library: a digest of the sources, torch, and the libraries that import its calls."""
     identity = sha256(f"{platform.machine()} {torch.folder} {torch.version} {torch.cuda}".encode())
-    for source in sorted([*_HERE.rglob("*.[ch]"), *_HERE.glob("*.py")]):
+    for source in sorted([*_HERE.rglob("*.[ch]"), *map(Path, (__file__, elf.__file__, selftest.__file__))]):
         identity.update(source.name.encode() + source.read_bytes())
     for library in [*torch.libraries, *torch.looks_up]:
         identity.update(f"{library.name} {library.stat().st_size}".encode())

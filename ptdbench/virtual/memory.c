@@ -112,6 +112,8 @@ bool readable(const void *address, size_t bytes) {
 
 static uint8_t *flag_of(const void *address) { return backed + (size_t)((const char *)address - base) / GRANULE; }
 
+bool backed_at(const void *address) { return device_of(address) >= 0 && *flag_of(address); }
+
 bool writable(void *address, size_t bytes) {
     if (!readable(address, bytes)) return false;
     bool may = true;
@@ -154,13 +156,16 @@ void zero(void *address, size_t bytes) {
 /* ---- allocations ---- */
 
 static struct range *allocations; /* on devices */
-static size_t used[MOST_DEVICES];
+static size_t used[MOST_DEVICES], most_used[MOST_DEVICES];
+
+size_t peak_of_device(int number) { return device()->context + most_used[number]; }
 
 /* Allocates physical memory of a device, without addresses; the caller holds the lock. */
 static bool take(int on, size_t bytes) {
     const struct device *d = device();
     bool fits = d->context + used[on] + bytes <= d->allocatable;
     if (fits) used[on] += bytes;
+    if (used[on] > most_used[on]) most_used[on] = used[on];
     return fits;
 }
 
@@ -199,6 +204,7 @@ API cudaError_t cudaFree(void *address) {
     pthread_mutex_unlock(&lock);
     if (!found) return cudaErrorInvalidValue;
     zero(found->start, found->bytes);
+    know(found->start, found->bytes, false);
     pthread_mutex_lock(&lock);
     release_addresses(found->start, found->bytes);
     pthread_mutex_unlock(&lock);
@@ -306,5 +312,6 @@ API CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
 
 API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
     zero((void *)address, bytes);
+    know((void *)address, bytes, false);
     return CUDA_SUCCESS;
 }

@@ -21,6 +21,7 @@ struct call {
  * begin the next call while others still read this one. */
 struct slot {
     struct call call;
+    bool known; /* the data's values */
     double ready, factor;
     char data[COMPUTED];
 };
@@ -32,6 +33,7 @@ struct member {
 struct message {
     int type;
     size_t count;
+    bool known;
     double ready;
     char data[MESSAGE];
 };

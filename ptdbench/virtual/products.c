@@ -52,7 +52,7 @@ static const char *kept(const char *text) {
 static cublasStatus_t product(cudaStream_t stream, enum dtype_peak type, double m, double n, double k, double batch) {
     char name[128];
     size_t bytes = bytes_of(type) * batch * (m * k + k * n + m * n);
-    double arithmetic = 2 * m * n * k * batch / rate(type) * 1e9, memory = memory_time(bytes);
+    double flops = 2 * m * n * k * batch, arithmetic = flops / rate(type) * 1e9, memory = memory_time(bytes);
     snprintf(name, sizeof name, "virtual_gemm_%s m%.0f n%.0f k%.0f b%.0f",
              (const char *[]){"f64", "f32", "tf32", "bf16", "f16", "f8"}[type], m, n, k, batch);
     enqueue(stream, &(struct work){KERNEL,
@@ -60,7 +60,8 @@ static cublasStatus_t product(cudaStream_t stream, enum dtype_peak type, double 
                                    2e3 + (arithmetic > memory ? arithmetic : memory),
                                    bytes,
                                    {device()->multiprocessors, 1, 1},
-                                   {384, 1, 1}});
+                                   {384, 1, 1},
+                                   flops});
     return CUBLAS_STATUS_SUCCESS;
 }
 

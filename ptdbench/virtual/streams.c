@@ -13,12 +13,14 @@ struct CUstream_st {
     unsigned id;
     int priority, device;
     double end;
+    cudaGraph_t captured; /* what the stream does becomes part of this graph */
     struct CUstream_st *next;
 };
 
 struct CUevent_st {
     double time;
     bool recorded;
+    cudaGraph_t captured; /* by a stream that captured */
 };
 
 double now(void) {
@@ -48,10 +50,37 @@ void start_not_before(cudaStream_t stream, double time) {
     if (of(stream)->end < time) of(stream)->end = time;
 }
 
+cudaGraph_t captures(cudaStream_t stream) { return of(stream)->captured; }
+void set_capture(cudaStream_t stream, cudaGraph_t graph) { of(stream)->captured = graph; }
+
+/* Whether a stream still captures a graph. */
+static bool is_captured(cudaGraph_t graph) {
+    bool is = false;
+    pthread_mutex_lock(&lock);
+    for (struct CUstream_st *at = streams; graph && at; at = at->next) is = is || at->captured == graph;
+    pthread_mutex_unlock(&lock);
+    for (int i = 0; graph && i < MOST_DEVICES; i++) is = is || defaults[i].captured == graph;
+    return is;
+}
+
+void end_capture(cudaGraph_t graph) {
+    pthread_mutex_lock(&lock);
+    for (struct CUstream_st *at = streams; at; at = at->next)
+        if (at->captured == graph) at->captured = NULL;
+    pthread_mutex_unlock(&lock);
+    for (int i = 0; i < MOST_DEVICES; i++)
+        if (defaults[i].captured == graph) defaults[i].captured = NULL;
+}
+
 void enqueue(cudaStream_t stream, const struct work *work) {
+    if (captures(stream)) {
+        capture(captures(stream), work);
+        return;
+    }
     start_not_before(stream, now());
     double begin = stream_end(stream), end = begin + work->nanoseconds;
     of(stream)->end = end;
+    count_work(work);
     record_work(work, stream, begin, end);
 }
 
@@ -141,42 +170,6 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, v
     return cudaSuccess;
 }
 
-/* ---- graph capture: never in progress, as starting one is refused ---- */
-
-API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-    *status = cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
-
-API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-    *status = CU_STREAM_CAPTURE_STATUS_NONE;
-    return CUDA_SUCCESS;
-}
-
-#if CUDART_VERSION >= 13000
-API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
-                                         unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
-                                         const cudaGraphEdgeData **edges, size_t *count) {
-#else
-API cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
-                                            unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
-                                            size_t *count) {
-#endif
-    *status = cudaStreamCaptureStatusNone;
-    if (id) *id = 0;
-    if (graph) *graph = NULL;
-    if (nodes) *nodes = NULL;
-    if (count) *count = 0;
-    return cudaSuccess;
-}
-
-API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
-    static __thread enum cudaStreamCaptureMode kept = cudaStreamCaptureModeGlobal;
-    enum cudaStreamCaptureMode was = kept;
-    kept = *mode, *mode = was;
-    return cudaSuccess;
-}
-
 /* ---- events ---- */
 
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
@@ -192,7 +185,7 @@ API cudaError_t cudaEventDestroy(cudaEvent_t event) { return free(event), cudaSu
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     double asked = now(), end = stream_end(stream);
     event->time = end > asked ? end : asked;
-    event->recorded = true;
+    event->recorded = true, event->captured = captures(stream);
     return cudaSuccess;
 }
 
@@ -202,6 +195,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
 
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     start_not_before(stream, event->time);
+    if (is_captured(event->captured) && !captures(stream)) set_capture(stream, event->captured);
     return cudaSuccess;
 }
 

@@ -31,7 +31,7 @@ static ncclResult_t try_transfer(struct transfer *t, double *start) {
     struct message *m = &r->messages[(sends ? r->sent : r->received) % RING];
     t->done = true;
     if (sends) {
-        m->type = t->type, m->count = t->count, m->ready = *start;
+        m->type = t->type, m->count = t->count, m->ready = *start, m->known = known(t->data, bytes);
         if (bytes <= MESSAGE) memcpy(m->data, t->data, bytes);
         r->sent++;
         return ncclSuccess;
@@ -46,6 +46,7 @@ static ncclResult_t try_transfer(struct transfer *t, double *start) {
         memcpy(t->data, m->data, bytes);
     else
         zero(t->data, bytes);
+    know(t->data, bytes, bytes <= MESSAGE && m->known);
     if (m->ready > *start) *start = m->ready;
     r->received++;
     return same ? ncclSuccess : ncclInvalidUsage;
@@ -73,7 +74,11 @@ static ncclResult_t carry_out(int count) {
             if (!transfers[i].done) break;
         }
     }
-    for (int i = 0; i < count; i++) bytes += transfers[i].count * size_of(transfers[i].type);
+    for (int i = 0; i < count; i++) {
+        size_t of_one = transfers[i].count * size_of(transfers[i].type);
+        count_message(transfers[i].what == SEND ? "send" : "recv", of_one);
+        bytes += of_one;
+    }
     start_not_before(transfers[0].stream, start);
     enqueue(transfers[0].stream,
             &(struct work){KERNEL, kernel, LATENCY + bytes / link_rate() * 1e9, bytes, {2 * count, 1, 1}, {640, 1, 1}});

@@ -11,6 +11,8 @@
 #endif
 /* Signatures are NVIDIA's, and most functions use few of their arguments. */
 #pragma GCC diagnostic ignored "-Wunused-parameter"
+/* A struct says only what is not 0. */
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -61,8 +63,10 @@ int unanswered(const char *name, int status); /* reports an unimplemented call o
 
 /* memory.c */
 int device_of(const void *address);               /* -1: not on a device */
+size_t peak_of_device(int number);                /* most bytes in use at once, the context included */
 bool readable(const void *address, size_t bytes); /* the whole range is on one device */
 bool writable(void *address, size_t bytes);       /* readable, and host memory may back it */
+bool backed_at(const void *address);              /* host memory backs it: it may be something else than zeros */
 void zero(void *address, size_t bytes);           /* device memory; releases the backing host memory */
 void forget(char *address, size_t bytes);         /* the same for any memory from map */
 void *map(void *where, size_t bytes);             /* host memory that is not committed until it is written */
@@ -75,6 +79,8 @@ struct work {
     double nanoseconds; /* duration on the device */
     size_t bytes;
     dim3 grid, block;
+    double flops; /* of products */
+    const char *operation; /* of a message with these bytes; lives as long as the process */
 };
 void enqueue(cudaStream_t stream, const struct work *work);
 unsigned stream_id(cudaStream_t stream);
@@ -82,6 +88,12 @@ double stream_end(cudaStream_t stream); /* when its queued work ends, in nanosec
 void start_not_before(cudaStream_t stream, double time);
 double now(void);                 /* nanoseconds since 1970, as in torch's profiler */
 double memory_time(size_t bytes); /* nanoseconds to read or write */
+cudaGraph_t captures(cudaStream_t stream); /* the graph that the stream captures, if any */
+void set_capture(cudaStream_t stream, cudaGraph_t graph);
+void end_capture(cudaGraph_t graph); /* on all streams */
+
+/* graphs.c */
+void capture(cudaGraph_t graph, const struct work *work);
 
 /* computed.c */
 struct recipe; /* what a kernel's name reveals */
@@ -94,6 +106,15 @@ size_t traffic(const struct recipe *recipe, void **arguments, dim3 grid,
 double get_number(const void *array, size_t at, int type);
 void put_number(void *array, size_t at, int type, double value);
 size_t size_of(int type);
+
+/* known.c */
+void know(const void *address, size_t bytes, bool is); /* the values there are known from now on, or not */
+bool known(const void *address, size_t bytes);         /* also anything that is not on a device */
+
+/* account.c */
+void count_work(const struct work *work);
+void count_copy(bool to_device, size_t bytes);           /* between the host and a device */
+void count_message(const char *operation, size_t bytes); /* the operation lives as long as the process */
 
 /* cupti.c: records for torch's profiler. */
 void record_work(const struct work *work, cudaStream_t stream, double begin, double end);

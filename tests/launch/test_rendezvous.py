@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ptdbench.launch import rendezvous
 from ptdbench.launch.world import World, discover
 from ptdbench.problems import ConfigError, Problem
+from ptdbench.virtual.absent import Answers
 from tests.conftest import ROOT
 from tests.ports import free_port
 from tests.programs import call
@@ -250,7 +251,7 @@ def test_present_ranks_answer_for_absent_ones():
 
 
 def test_store_answers_for_absent_ranks():
-    store = rendezvous._Answers(8)
+    store = Answers(8)
     assert store.add("arrived", 1) == 8
     assert store.get("name of a communicator") == bytes(128)
     assert not store.check(["a rank has failed"])

@@ -22,6 +22,7 @@ from ptdbench.parallel.pipeline_schedules import SCHEDULES
 from ptdbench.parallel.pipeline_stages import Stage
 from ptdbench.profiling import trace
 from ptdbench.profiling.events import CommCall, Interval, intersect, length, union
+from ptdbench.profiling.kernels import kernel_kind
 from ptdbench.profiling.phases import PHASES, PhaseTimes, Ready, divided, partition
 from ptdbench.training import profile, traces
 from ptdbench.training.loop import Update
@@ -313,7 +314,7 @@ def test_messages_of_one_kernel_of_nccl_begin_with_the_last_of_them():
     ],
 )
 def test_what_a_kernel_is_for(name, expected):
-    assert profile.kernel_kind(name) == expected
+    assert kernel_kind(name) == expected
 
 
 def run_broken(configuration: Any, directory: Path, name: str, error: Exception) -> None:

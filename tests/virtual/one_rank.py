@@ -126,6 +126,45 @@ def products() -> list[str]:
     return [event.name for event in seen.events() if "gemm" in event.name]
 
 
+def graphs() -> dict[str, Any]:
+    """Products of three launches of a graph of two; one is on a stream that joins by an event."""
+    side, graph, weight = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.zeros(64, 64, device="cuda")
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            first = weight @ weight
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                second = first @ first
+            torch.cuda.current_stream().wait_stream(side)
+        captured = torch.cuda.is_current_stream_capturing()
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    compiled = torch.compile(lambda x: (x @ x).relu(), mode="reduce-overhead")
+    shapes = [list(compiled(weight).shape) for _ in range(3)]
+    return {
+        "captured": captured,
+        "products": sum("gemm" in event.name for event in seen.events()),
+        "shape": list(second.shape),
+        "compiled": shapes,
+    }
+
+
+def decided() -> dict[str, Any]:
+    """Decisions by values: those that are known, and those that nobody has computed, which are a healthy program's."""
+    freed = [torch.full((256,), -100).cuda() for _ in range(20)]  # as numbers, they are not a number
+    mask = torch.tensor([True, True, False]).cuda()
+    del freed
+    large, few = torch.randn(2000, 2000, device="cuda"), torch.randn(500, device="cuda")
+    return {
+        "known": [mask.all().item(), mask.any().item(), (~mask.cpu()).cuda().any().item()],
+        "loops": [(large > 0).any().item(), (few > 0).any().item(), nn.init.trunc_normal_(large).shape[0]],
+        "finite": [one.isfinite().all().item() for one in (large, few)],
+        "infinite": [(one.isinf() | one.isnan()).float().max().item() for one in (large, few)],
+    }
+
+
 def attention() -> dict[str, list[Any]]:
     """The kernel of a ring's blocks, and the shapes of its log-sum-exp and its gradients."""
     found: dict[str, list[Any]] = {}
@@ -289,6 +328,6 @@ def unanswered() -> str:
 if __name__ == "__main__":
     asked = (
         device, allocator, expandable, out_of_memory, steps, garbage, profiled, products, attention, staged, pinned,
-        offloaded, uncompared, counted, routed, grouped, unanswered,
+        offloaded, uncompared, counted, routed, grouped, graphs, decided, unanswered,
     )  # fmt: skip
     print(json.dumps({ask.__name__: ask() for ask in asked}))

@@ -72,6 +72,6 @@ def test_clocks_follow_work_which_takes_time_only_in_real_time(answers, in_real_
 def test_unimplemented_call_fails_and_is_named_once(answers):
     assert answers["unanswered"] == [NOT_SUPPORTED, NOT_SUPPORTED, 15]
     assert [line for line in answers["errors"].splitlines() if "nothing answers" in line] == [
-        "virtual GPU: nothing answers cudaGraphLaunch",
+        "virtual GPU: nothing answers cudaGraphAddNode",
         "virtual GPU: nothing answers cublasDtrsm_v2",
     ]

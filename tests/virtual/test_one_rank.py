@@ -43,6 +43,10 @@ PRODUCTS = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64"
             )
         }),
         ("pinned", [4 * MIB, 4 * MIB, 0]),
+        ("graphs", {"captured": False, "products": 6, "shape": [64, 64], "compiled": [[64, 64]] * 3}),
+        ("decided", {
+            "known": [False, True, True], "loops": [False, False, 2000], "finite": [True, True], "infinite": [0, 0],
+        }),
         # Messages are not verified: the pattern that they are held against is computed by kernels.
         ("uncompared", None),
         ("counted", [3, 0]),  # steps, without a question to the device

@@ -1,0 +1,143 @@
+"""A run of any program on virtual GPUs: the program is started in them, and its processes become a record."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ptdbench.profiling.kernels import kernel_kind
+from ptdbench.records import accounts, record, schema, store
+from ptdbench.records.run_record import RunRecord, typed
+from ptdbench.records.schema import Messages, Virtual
+from ptdbench.virtual import program
+from ptdbench.virtual.device import Device
+from ptdbench.virtual.machine import Machine
+
+#: The folder of snapshots of memory, in a run's directory.
+SNAPSHOTS = "memory"
+
+#: The folder of outputs, as of runs of ``train.py``.
+_OUTPUTS = Path("outputs")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A program, and the GPUs that it is to see."""
+
+    command: Sequence[str]  #: What to type to start it.
+    name: str  #: The GPU model's name, or the file that describes it.
+    gpu: Device  #: The model.
+    count: int  #: GPUs of a node.
+    memory: int | None = None  #: Bytes that each may have allocated; ``None``: as many as it has.
+    nodes: int | None = None  #: Nodes, with a process for each rank; ``None``: one, with one process.
+    ranks: Sequence[int] | None = None  #: The ranks to execute; ``None``: all.
+    steps: int | None = None  #: After how many steps to end it; ``None``: it ends by itself.
+    stacks: bool = False  #: Whether to keep the Python stacks of what was allocated.
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that the program sees."""
+        if self.memory is None:
+            return Machine(self.gpu, self.ranks)
+        if self.memory < self.gpu.memory:
+            return Machine(replace(self.gpu, memory=self.memory), self.ranks)
+        return Machine(replace(self.gpu, allocatable=self.memory), self.ranks)
+
+
+def execute(request: Request, stdout: int | None = None) -> tuple[RunRecord, int]:
+    """Run the program; return its record, which is written below ``outputs``, and its exit status.
+
+    ``stdout``: the file descriptor of the program's standard output; ``None``: that of this process.
+
+    Raises:
+        ConfigError: There is no compiler or no torch for CUDA, or the program or an output cannot be started.
+    """
+    variables = request.machine.environment(request.count)
+    directory = store.claim_directory(
+        _OUTPUTS, f"{datetime.now():%Y-%m-%d_%H-%M-%S}_virtual", "outputs", _begin(request)
+    )
+    with tempfile.TemporaryDirectory(prefix="ptdbench-virtual-") as scratch:
+        folder = directory / SNAPSHOTS if request.stacks else Path(scratch)
+        folder.mkdir(exist_ok=True)
+        environ = {**os.environ, **variables, **program.environment(folder.resolve(), request.steps, request.stacks)}
+        size = (request.nodes or 1) * request.count
+        launched = [*(range(size) if request.ranks is None else request.ranks)] if request.nodes else []
+        of_ranks = program.of_ranks(launched, request.count, request.nodes or 1, Path(scratch)) if launched else [{}]
+        commands = [(request.command, {**environ, **of_rank}) for of_rank in of_ranks]
+        ended = program.execute(commands, folder, request.steps, stdout)
+    draft = {**store.load_record(directory), **_results(request, ended)}
+    store.write_record(directory, draft)
+    return typed(draft), ended.status
+
+
+def _begin(request: Request) -> Any:
+    config = {
+        "workload": {"name": "program"},
+        "program": {"command": [*request.command], "options": [*_options(request)]},
+        "virtual": {
+            **{"name": request.name, "gpus": request.count, "nodes": request.nodes or 1},
+            **{"memory": request.memory, "ranks": None if request.ranks is None else [*request.ranks]},
+        },
+    }
+
+    def write(folder: Path, directory: Path) -> None:
+        draft = record.begin(config, directory, {}, [*request.command])
+        store.write_record(folder, {**draft, "kind": "virtual", "launcher": "local"})
+
+    return write
+
+
+def _options(request: Request) -> Iterator[str]:
+    """Yield the words before the program that ask for the same once more."""
+    yield f"{request.name}x{request.count}"
+    memory, ranks = request.memory and f"{request.memory}B", request.ranks and ",".join(map(str, request.ranks))
+    given = {"memory": memory, "nodes": request.nodes, "ranks": ranks, "steps": request.steps}
+    yield from (f"--{name}={value}" for name, value in given.items() if value)
+
+
+def _results(request: Request, ended: program.Ended) -> dict[str, Any]:
+    """Return the fields of the record that are known once the program has ended."""
+    of_ranks = [*_of_processes(request.machine, ended.reports)]
+    needed = [report["out_of_memory"] for report in ended.reports if "out_of_memory" in report]
+    status = "ok" if ended.status == 0 else "oom" if needed else "failed"
+    message = f"ended with exit status {ended.status}"
+    if status == "oom":
+        message += f", out of memory on an allocation of {needed[0]:,} bytes; --memory 1TiB tells how much it needs"
+    failed = schema.NO_ERROR | {"type": "ExitStatus", "message": message}
+    return {
+        "status": status,
+        "world_size": request.nodes * request.count if request.nodes else len(of_ranks) or None,
+        "steps": max((report["steps"] for report in ended.reports), default=0),
+        "virtual": accounts.merged(of_ranks) if of_ranks else None,
+        "error": None if status == "ok" else failed,
+    }
+
+
+def _of_processes(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> Iterator[Virtual]:
+    """Yield an account of each device of each process, the process's kernels and messages with its first one."""
+    for place, report in enumerate(reports):
+        step = report.get("step") or report.get("total") or {}
+        for device in report["devices"].values():
+            kernels, messages = Counter[str](), step.get("calls", {})
+            for name, count in step.get("kernels", {}).items():
+                kernels[kernel_kind(name)] += count
+            yield Virtual(
+                device=machine.gpu_name,
+                real_time=False,
+                ranks=[report["rank"] if report["rank"] >= 0 else place],
+                allocated_bytes=[device.get("allocated", 0)],
+                peak_steps=[device.get("allocated_step", 0)] if report["steps"] else None,
+                reserved_bytes=[device.get("reserved", 0)],
+                outside_bytes=[device["used"] - device.get("reserved", 0)],
+                context_bytes=machine.gpu.context,
+                kernels={kind: [count] for kind, count in kernels.most_common()},
+                flops=[step.get("flops", {}).get("", 0)],
+                messages={name: Messages(calls, step["bytes"][name]) for name, calls in messages.items()},
+            )
+            step = {}

@@ -1,0 +1,200 @@
+"""Watches a process of any program on virtual GPUs: its steps, and what each of them has the GPU do.
+
+``preload/sitecustomize.py`` loads this file in the program's own Python, so it imports nothing but torch. A step ends
+when the first of the program's optimizers has stepped after a pass; in a program without optimizers, when a profiler
+of torch's has. The report of a process is a JSON file named after it: it exists from the first use of a GPU, and is
+written again after each step, when memory runs out, and at the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+import traceback
+import weakref
+from collections import Counter
+from functools import partial
+from multiprocessing.util import Finalize
+from pathlib import Path
+from threading import Lock, Thread, get_ident
+from typing import Any
+
+#: Variables: the folder of the reports; after how many steps to stop watching; set if Python stacks of allocations are
+#: to be kept, in a snapshot for torch's viewer beside the report.
+FOLDER, STEPS, STACKS = (f"PTDBENCH_VIRTUAL_{name}" for name in ("REPORTS", "STEPS", "STACKS"))
+
+#: Allocations whose stacks torch keeps.
+_MOST_ALLOCATIONS = 1_000_000
+
+#: Reads of single values without new data after which a program is taken for endless, and seconds between looks.
+_MOST_READS, _LOOK_SECONDS = 20_000, 2.0
+
+#: Parts of the names of kernels of forward and backward passes: what had none since the last step is not a step, such
+#: as one that only creates the optimizer's state, or a further part of the weights.
+_OF_PASSES = ("gemm", "cudnn", "conv", "triton_", "flash", "cutlass", "fmha")
+
+#: The groups of an account: counts by name.
+_Account = dict[str, Counter[str]]
+
+
+def attach() -> None:
+    """Watch this process from its first use of a GPU; called when torch has been imported."""
+    import torch
+
+    if os.environ.get(FOLDER):
+        torch.cuda._lazy_call(partial(_safely, _Watch, Path(os.environ[FOLDER])))
+
+
+class _Watch:
+    """The report of this process.
+
+    Args:
+        folder: The folder of the reports.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        self._torch, self._path = torch, folder / f"{os.getpid()}.json"
+        self._account = ctypes.CDLL(None).ptdbench_virtual_account
+        self._account.restype = ctypes.c_char_p
+        self._lock = Lock()
+        self._most_steps = int(os.environ.get(STEPS) or sys.maxsize)
+        self._leader: object = None  #: A reference to the optimizer whose steps count, or the name of a profiler.
+        self._before: _Account = {}  #: At the last step.
+        self._devices: dict[int, dict[str, int]] = {}
+        self._report: dict[str, Any] = {
+            **{name: int(os.environ.get(name.upper(), "-1")) for name in ("rank", "local_rank", "world_size")},
+            **{"pid": os.getpid(), "command": sys.argv, "steps": 0, "devices": self._devices},
+        }
+        self._hook()
+        if os.environ.get(STACKS):
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
+        Finalize(None, partial(_safely, self._end), exitpriority=0)  # also at the end of a forked process
+        Thread(target=self._end_endless, args=(get_ident(),), daemon=True).start()
+        self._write()
+
+    def _hook(self) -> None:
+        """Have torch tell of steps, resets of its peaks, and allocations that fail."""
+        from torch.cuda._gpu_trace import register_callback_for_memory_allocation
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(lambda stepped, *_: _safely(self._optimizer_stepped, stepped))
+        steps: Any = self._torch.autograd.profiler.KinetoStepTracker
+        steps.increment_step = _told(steps.increment_step, self._profiler_stepped)
+        compiled: Any = self._torch._C
+        compiled._cuda_resetPeakMemoryStats = _told(compiled._cuda_resetPeakMemoryStats, lambda _: self._measure())
+        compiled._cuda_attach_out_of_memory_observer(partial(_safely, self._out_of_memory))
+        allocated: Any = ctypes.CDLL(None).ptdbench_virtual_allocated
+        allocated.argtypes = [ctypes.c_void_p]
+        register_callback_for_memory_allocation(allocated)
+        compiled._activate_gpu_trace()
+
+    def _optimizer_stepped(self, optimizer: object) -> None:
+        leader = self._leader() if isinstance(self._leader, weakref.ref) else None
+        if leader in (None, optimizer) and self._step():
+            self._leader = weakref.ref(optimizer)
+
+    def _profiler_stepped(self, profiler: str) -> None:
+        if self._leader in (None, profiler) and self._step():
+            self._leader = profiler
+
+    def _step(self) -> bool:
+        """Take note of a step, if it has been one."""
+        account = self._measure()
+        step = {group: counts - self._before.get(group, Counter()) for group, counts in account.items()}
+        if self._is_over() or not any(part in kernel for kernel in step["kernels"] for part in _OF_PASSES):
+            return False
+        self._before = account
+        self._report |= {"steps": self._report["steps"] + 1, "step": step}
+        self._write()
+        self._settle()
+        return True
+
+    def _settle(self) -> None:
+        """Wait until NCCL's watchdog has let go of what was sent, as ``virtual_account.settle`` does."""
+        groups: Any = self._torch.distributed.distributed_c10d
+        for group in groups._world.pg_map if self._torch.distributed.is_initialized() else ():
+            if group.size() > 1 and "nccl" in groups.get_backend_config(group):
+                backend = group._get_backend(self._torch.device("cuda"))
+                if isinstance(backend, self._torch.distributed.ProcessGroupNCCL):
+                    group._wait_for_pending_works()
+
+    def _is_over(self) -> bool:
+        return bool(self._report["steps"] >= self._most_steps)
+
+    def _read(self) -> _Account:
+        """Return what the devices have done since the process started, and note how much memory was in use at most."""
+        account: _Account = {name: Counter() for name in ("kernels", "calls", "bytes", "flops", "reads")}
+        with self._lock:
+            lines = self._account().decode(errors="replace").splitlines()
+        for line in lines:
+            group, name, *figures = line.split("\t")
+            if group == "kernel":
+                account["kernels"][name] += int(figures[0])
+            elif group == "message":
+                account["calls"][name] += int(figures[0])
+                account["bytes"][name] += int(figures[1])
+            elif group in ("flops", "reads"):
+                account[group][""] = int(name)
+            else:
+                self._devices.setdefault(int(name), {})["used"] = int(figures[0])
+        return account
+
+    def _measure(self) -> _Account:
+        """Note the peaks of torch's allocator, and the step in progress where they have grown; return the account."""
+        account = self._read()
+        for number, device in self._devices.items():
+            peaks = self._torch.cuda.memory_stats(number)
+            for name in ("allocated", "reserved"):
+                if (peak := peaks.get(f"{name}_bytes.all.peak", 0)) > device.get(name, -1):
+                    device |= {name: peak, f"{name}_step": self._report["steps"] + 1}
+        return account
+
+    def _out_of_memory(self, device: int, size: int, total: int, free: int) -> None:
+        self._report["out_of_memory"] = size
+        self._end()
+
+    def _end_endless(self, main: int) -> None:
+        """End a process that waits for a value: it has read so many of the GPU, without a step or new data."""
+        while self._read()["reads"][""] - self._before.get("reads", Counter())[""] < _MOST_READS:
+            time.sleep(_LOOK_SECONDS)
+        stack = "".join(traceback.format_stack(sys._current_frames().get(main)))
+        told = "it waits for a value of the GPU, and nothing computes there; see the loop below, and leave it out"
+        print(f"virtual GPU: this program never ends: {told}\n{stack}", file=sys.stderr, flush=True)
+        self._end()
+        os._exit(1)
+
+    def _end(self) -> None:
+        if not self._is_over():
+            self._report["total"] = self._measure()
+        if os.environ.get(STACKS):
+            self._torch.cuda.memory._dump_snapshot(str(self._path.with_suffix(".pickle")))
+        self._write()
+
+    def _write(self) -> None:
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._report))
+        partial.replace(self._path)
+
+
+def _safely(function: Any, *arguments: Any) -> Any:
+    """Call a function of this file, whose faults must not end the program that it watches."""
+    try:
+        return function(*arguments)
+    except Exception:
+        told = "virtual GPU: a fault of ptdbench, and none of this program; please report it with what stands above"
+        print(f"{traceback.format_exc()}{told}", file=sys.stderr, flush=True)
+
+
+def _told(function: Any, tell: Any) -> Any:
+    """Return a function of one argument that tells it before it does its work."""
+
+    def telling(argument: Any) -> Any:
+        _safely(tell, argument)
+        return function(argument)
+
+    return telling
