@@ -96,8 +96,9 @@ def _begin(request: Request) -> Any:
 def _options(request: Request) -> Iterator[str]:
     """Yield the words before the program that ask for the same once more."""
     yield f"{request.name}x{request.count}"
-    given = {"memory": request.memory and f"{request.memory}B", "nodes": request.nodes, "steps": request.steps}
-    given["ranks"] = request.ranks and ",".join(map(str, request.ranks))
+    ranks = ",".join(map(str, request.ranks or []))
+    memory = f"{request.memory}B" if request.memory else None
+    given = {"memory": memory, "nodes": request.nodes, "ranks": ranks, "steps": request.steps}
     yield from (f"--{name}={value}" for name, value in given.items() if value)
 
 
