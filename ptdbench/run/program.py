@@ -96,7 +96,8 @@ def _begin(request: Request) -> Any:
 def _options(request: Request) -> Iterator[str]:
     """Yield the words before the program that ask for the same once more."""
     yield f"{request.name}x{request.count}"
-    memory, ranks = request.memory and f"{request.memory}B", request.ranks and ",".join(map(str, request.ranks))
+    ranks = ",".join(map(str, request.ranks or []))
+    memory = f"{request.memory}B" if request.memory else None
     given = {"memory": memory, "nodes": request.nodes, "ranks": ranks, "steps": request.steps}
     yield from (f"--{name}={value}" for name, value in given.items() if value)
 
