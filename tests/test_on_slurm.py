@@ -175,11 +175,11 @@ def test_job_of_a_killed_submission_is_found_again(run, submit, jobs, tmp_path, 
     status = run(*PTDBENCH, "status", "sweep")
     rows = [line.split() for line in status.stdout.splitlines()[2:]]
     assert (rows[0][1], "PENDING" in rows[0]) == (job, True)
-    assert all(store.load_record(tmp_path / "sweep" / name) for name in ("0_hello", "1_hello"))
+    assert all(store.load_record(tmp_path / "sweep" / f"{number}_hello_nodes-{number + 1}") for number in (0, 1))
 
     again = submit("sweep.resume=sweep")
     assert again.returncode == 0, again.stderr
-    assert "1 run still in the queue, not submitted again: 0_hello" in again.stderr
+    assert "1 run still in the queue, not submitted again: 0_hello_nodes-1" in again.stderr
     assert len(jobs() - before) == 2
 
 

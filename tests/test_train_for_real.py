@@ -32,6 +32,6 @@ def test_data_that_are_not_there_are_refused_before_a_process_is_started(run, tm
     record = run("experiment=cifar10_resnet18", f"data.root={tmp_path}/cifar", "device=cpu")
     error = record["error"]
     assert (record["status"], error["type"], error["rank"]) == ("failed", "ConfigError", -1)
-    rule = "neither cifar-10-batches-py nor cifar-10-python.tar.gz in it"
+    rule = "has neither cifar-10-batches-py nor cifar-10-python.tar.gz, "
     assert error["message"].startswith(f"data.root={tmp_path}/cifar: {rule}")
     assert list((tmp_path / "cifar").iterdir()) == []

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ptdbench.kernels.batchnorm import synchronize_batchnorm
+from ptdbench.kernels.choice import Kernels
 from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy, master_of
 from ptdbench.models.decoder import Head
-
-#: ``fused``: our kernels, and one arithmetic under every layout. ``torch``: modules as their authors wrote them, under
-#: torch's own recipes.
-Kernels = Literal["fused", "torch"]
 
 
 class FusedHead(Head):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ptdbench.kernels.enable import Kernels
+from ptdbench.kernels.choice import Kernels
 
 #: Added to the norm of a column before dividing by it, as the gradient of a matrix may be zero.
 _EPSILON = 1e-8

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
+from ptdbench.kernels.choice import Kernels
 from ptdbench.kernels.copies import Copies
-from ptdbench.kernels.enable import Kernels, enable
+from ptdbench.kernels.enable import enable
 from ptdbench.kernels.wide_gradients import enable_wide_gradients
 from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.models.experts import Router

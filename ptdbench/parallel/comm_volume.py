@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ptdbench.kernels.enable import Kernels
+from ptdbench.kernels.choice import Kernels
 from ptdbench.models.experts import Router
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.optim.groups import rules

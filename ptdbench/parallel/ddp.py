@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ptdbench.kernels.enable import Kernels
+from ptdbench.kernels.choice import Kernels
 from ptdbench.kernels.powersgd import PowerSGD
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.options import Options

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ptdbench.kernels.choice import Kernels
 from ptdbench.kernels.copies import copied_weights
-from ptdbench.kernels.enable import Kernels
 from ptdbench.models.protocol import Model, members, module_of
 from ptdbench.optim.groups import Rule, rules
 from ptdbench.parallel import experts

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ptdbench.kernels.enable import Kernels
+from ptdbench.kernels.choice import Kernels
 from ptdbench.parallel.compile import parts_outside_layers
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import LaidOutModule

@@ -26,8 +26,9 @@ def begun(directory: Path, *overrides: str, **fields: object) -> Path:
     directory.mkdir()
     composed = compose_all([*RUN, *overrides], "cluster=slurm" in overrides)
     draft = record.begin(composed.configs[0].resolved, directory, {}, composed.typed)
-    store.write_record(directory, draft | fields)
-    hydra_output.write_files(runs.of(composed)[0], directory, None)
+    (run,) = runs.of(composed)
+    store.write_record(directory, draft | {"variables": dict(run.environment)} | fields)
+    hydra_output.write_files(run, directory, None)
     return directory
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from ptdbench.local_part import plain_tensors
+from ptdbench.models.materialize import parameter_count
+from ptdbench.models.protocol import module_of
 from ptdbench.profiling import schedule, trace
 from ptdbench.profiling.phases import KINDS
 from ptdbench.setup import run_spec
@@ -74,7 +76,7 @@ def test_training_state_takes_what_was_foreseen(shared_run, layout):
 
 
 def test_gradients_and_buckets_of_ddp_are_there_from_step_to_step(shared_run):
-    size = 4 * training().parameters
+    size = 4 * parameter_count(module_of(training().model))
     record = shared_run(*TINY, "parallel=ddp")
     assert (of_kind(record, "gradients"), of_kind(record, "communication")) == ([size] * 2, [0] * 2)
     record = shared_run(*TINY, "parallel=ddp", "parallel.gradient_as_bucket_view=false")
@@ -85,7 +87,7 @@ def test_gradients_and_buckets_of_ddp_are_there_from_step_to_step(shared_run):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fsdp_accumulates_whole_gradients(shared_run, precision):
     wide = ("model.layers=12", "model.width=64", "model.vocabulary=256", "parallel=fsdp", f"precision={precision}")
-    whole = 4 * training(*wide).parameters
+    whole = 4 * parameter_count(module_of(training(*wide).model))
     record = shared_run(*TINY, *wide, "train.micro_batch=1")
     assert max(of_kind(record, "communication")) < whole / 2
     assert whole / 2 < min(of_kind(record, "gradients")) <= max(of_kind(record, "gradients")) <= 1.1 * whole
@@ -94,7 +96,7 @@ def test_fsdp_accumulates_whole_gradients(shared_run, precision):
 @pytest.mark.thorough
 def test_fsdp_gathers_some_layers_at_a_time_or_keeps_all(shared_run):
     wide = ("model.layers=12", "model.width=64", "model.vocabulary=256", "parallel=fsdp")
-    whole = 4 * training(*wide).parameters
+    whole = 4 * parameter_count(module_of(training(*wide).model))
     resharded, kept = (
         of_kind(shared_run(*TINY, *wide, f"parallel.reshard_after_forward={after}"), "communication")
         for after in ("true", "false")

@@ -90,7 +90,7 @@ def test_a_message_that_arrives_wrong_is_a_failed_run_that_names_it(run):
     assert record["status"] == "failed"
     error = record["error"]
     assert (error["rank"], error["type"]) == (1, "ArithmeticError")
-    assert error["message"].startswith("1024 bytes from rank 0 to rank 1: rank 1 has 0 at element 1023 and not ")
+    assert error["message"].startswith("1024 bytes from rank 0 to rank 1: rank 1 has 0 at element 1023 instead of ")
 
 
 @pytest.mark.parametrize(

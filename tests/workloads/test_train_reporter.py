@@ -48,6 +48,7 @@ def test_the_last_line_has_the_throughput_and_the_loss_of_the_record(parallel, t
     done = forked.with_ranks(*typed, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = ptdbench.load(tmp_path / "run")
-    rate, loss = three_digits(run["metrics"]["samples_per_second"]), run["final_loss"]
+    per_second, loss = run["metrics"]["samples_per_second"], run["final_loss"]
+    rate = f"{three_digits(per_second)} samples/s  ({three_digits(per_second / 2)} a rank)"
     (line,) = [line for line in done.stderr.splitlines() if "  step 5/5" in line]
-    assert line == f"toy {parallel}  step 5/5  {rate} samples/s  loss {loss:.4f}  0:00 left"
+    assert line == f"toy {parallel}  step 5/5  {rate}  loss {loss:.4f}  0:00 left"
