@@ -5,6 +5,7 @@ Like :mod:`ptdbench.virtual.watch` it imports nothing but torch, for programs th
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
 import pickle
@@ -116,6 +117,13 @@ def attach() -> None:
             setattr(module, name, answered)
     for module in modules:
         module.monitored_barrier = lambda *_, **__: None
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """End the process groups that the program has left: NCCL's threads ask their store, which ends with Python."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _meet(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:

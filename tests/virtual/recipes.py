@@ -2,6 +2,7 @@
 
 import gc
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -63,9 +64,15 @@ def fsdp() -> tuple[nn.Module, Callable[[Tensor, Tensor], object]]:
     return model, lambda inputs, targets: model(inputs, targets).backward()
 
 
+def settle() -> None:
+    """Wait until NCCL's watchdog, which looks every 100 ms, has let go of the tensors of finished collectives."""
+    gc.collect()
+    time.sleep(0.5)
+
+
 def counted(make: Callable[[], tuple[nn.Module, Callable[[Tensor, Tensor], object]]]) -> dict[str, Any]:
     """The kernels of a step by kind, and its peak of memory in bytes."""
-    gc.collect()
+    settle()
     before = torch.cuda.memory_allocated()
     module, passes = make()
     optimizer = torch.optim.AdamW(module.parameters())
@@ -78,6 +85,7 @@ def counted(make: Callable[[], tuple[nn.Module, Callable[[Tensor, Tensor], objec
 
     for _ in range(3):
         step()
+    settle()
     torch.cuda.reset_peak_memory_stats()
     step()
     peak = torch.cuda.max_memory_allocated() - before
