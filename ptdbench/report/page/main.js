@@ -100,7 +100,7 @@ function otherSection(other, place) {
     { "data-other": place },
     element("p", { class: "about" }, path(run.directory), where),
     command,
-    folded("terminal output", other.text.split("\n").length <= 40, element("pre", {}, other.text)),
+    folded("terminal output", other.text.split("\n").length <= 40, element("pre", { tabindex: 0 }, other.text)),
     ...other.figures.map((figure) => figure.element),
   );
 }

@@ -5,6 +5,7 @@ import io
 import sys
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from scipy import stats
 
 import ptdbench
@@ -418,3 +419,17 @@ def test_dark_and_light(report):
     assert (report.evaluate(background), report.evaluate(name)) == ("rgb(255, 255, 255)", "rgb(0, 0, 0)")
     assert report.is_hidden("#controls")
     report.emulate_media(media="screen")
+
+
+@pytest.mark.parametrize("width", [400, 1100])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_accessible_in_both_themes_and_on_a_phone(report, theme, width):
+    report.set_viewport_size({"width": width, "height": 900})
+    report.emulate_media(color_scheme=theme)
+    drawn(report)
+    try:
+        violations = Axe().run(report).response["violations"]
+    finally:
+        report.set_viewport_size({"width": 1300, "height": 1000})
+        report.emulate_media(color_scheme="light")
+    assert {rule["id"]: [node["html"][:200] for node in rule["nodes"]] for rule in violations} == {}
