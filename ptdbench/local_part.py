@@ -16,16 +16,21 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def distributed_like(tensor: Tensor, part: Tensor) -> Tensor:
+    """Return this rank's ``part`` itself, or as a DTensor with the shape and placements of ``tensor`` if it is one."""
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.size(), stride=tensor.stride())
+
+
 def unwrapped(tensor: Tensor) -> Tensor:
     """Return a tensor, detached and sharing its memory, without the wrapper that makes FSDP all-gather it in fp8."""
     tensor = tensor.detach()
     if not hasattr(shard := local_part(tensor), "fsdp_pre_all_gather"):
         return tensor
-    assert isinstance(tensor, DTensor)
     (name, *_), _ = shard.__tensor_flatten__()  # type: ignore[attr-defined]
-    mesh, placements, size = tensor.device_mesh, tensor.placements, tensor.size()
-    local = getattr(shard, name)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=tensor.stride())
+    return distributed_like(tensor, getattr(shard, name))
 
 
 def without_repeats(tensor: Tensor) -> Tensor:

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.kernels.wrapping import wrap_forward
-from ptdbench.local_part import local_part
+from ptdbench.local_part import distributed_like, local_part
 
 
 class Copies:
@@ -159,12 +158,12 @@ class _CastWeights(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         wide, narrow, casts = list[Tensor | None](), list[Tensor](), list[Tensor]()
         for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
-            if gradient is None or isinstance(gradient, DTensor):  # a DTensor may be partial
-                wide.append(gradient if gradient is None else gradient.to(dtype))
-            else:
-                narrow.append(gradient)
-                casts.append(torch.empty_like(gradient, dtype=dtype))
-                wide.append(casts[-1])
+            if gradient is None:
+                wide.append(None)
+                continue
+            narrow.append(local_part(gradient))
+            casts.append(torch.empty_like(narrow[-1], dtype=dtype))
+            wide.append(distributed_like(gradient, casts[-1]))  # a summand stays one
         if casts:
             torch._foreach_copy_(casts, narrow)
         return None, *wide

@@ -82,9 +82,9 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     if ranks := setting.mesh["tp"]:
         tensor.parallelize(model, module, ranks, sequence=options.sequence)
     if is_narrow and setting.kernels == "fused":
-        # Before layers are wrapped, as some are linear themselves. FSDP gathers weights in the compute dtype instead.
-        if not (is_sharded or options.splits_backward(dims)):
-            enable_wide_gradients(module)
+        # Before layers are wrapped, as some are linear themselves.
+        if not options.splits_backward(dims):
+            enable_wide_gradients(module, gathered=is_sharded)
         # Inside recomputation, which repeats casts instead of keeping their results, and compilation, which fuses them.
         cast_inputs(module, layers, setting.precision)
     # Recomputation before compilation: the compiler sees it and can choose what to keep.

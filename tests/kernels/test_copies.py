@@ -5,6 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.kernels.copies import Copies
@@ -41,9 +43,13 @@ def test_a_new_value_of_a_weight_counts_at_once():
     assert layer(torch.ones(1, 1)).item() == 5
 
 
+@pytest.mark.parametrize("is_distributed", [False, True])
 @pytest.mark.parametrize(("waits", "together"), [(False, [2, 2, 2]), (True, [1, 1, 1, 3])])
-def test_step_casts_weights_once_and_gradients_together(waits, together):
-    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+def test_step_casts_weights_once_and_gradients_together(waits, together, is_distributed, alone):
+    module, inputs = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.rand(2, 4, dtype=torch.bfloat16)
+    if is_distributed:
+        mesh = init_device_mesh("cpu", (1,))
+        module, inputs = distribute_module(module, mesh), distribute_tensor(inputs, mesh)
     copies, casts = Copies(module, list(module)[:2], torch.bfloat16, vectors_wait=waits), []
 
     class Casts(TorchDispatchMode):
@@ -52,7 +58,6 @@ def test_step_casts_weights_once_and_gradients_together(waits, together):
                 casts.append(len(args[0]) if operation is torch.ops.aten._foreach_copy_.default else operation)
             return operation(*args, **(kwargs or {}))
 
-    inputs = torch.rand(2, 4, dtype=torch.bfloat16)
     with Casts():
         copies.begin()
         assert casts == [6]
@@ -62,6 +67,8 @@ def test_step_casts_weights_once_and_gradients_together(waits, together):
             assert casts == []
             loss.backward()
             assert sorted(casts) == together
+        assert {type(weight.grad) for weight in module.parameters()} == {DTensor if is_distributed else Tensor}
+        assert {weight.grad.dtype for weight in module.parameters()} == {torch.float32}
         copies.end()
         casts.clear()
         with torch.no_grad():

@@ -149,3 +149,22 @@ def test_compiled_blocks_share_a_graph_with_wide_gradients():
     assert bias.grad.tolist() == [ROWS, ROWS]
     assert weight.grad.tolist() == pytest.approx([ROWS, -ROWS], rel=1e-4)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_compiled_norm_is_computed_again_from_its_input(gathered):
+    torch.compiler.reset()
+    module = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
+    enable_wide_gradients(module, gathered=gathered)
+    module.forward = torch.compile(module.forward, backend="aot_eager", fullgraph=True)
+    if gathered:
+        module.bfloat16()  # as FSDP gathers them
+    else:
+        Copies(module, [], torch.bfloat16)
+    saved = []
+    x = torch.arange(2 * ROWS).view(ROWS, 2).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        outputs = module(x)
+    assert [tensor.dtype for tensor in saved if tensor.numel() == x.numel()] == [torch.bfloat16]
+    outputs.sum().backward()
+    torch.compiler.reset()
