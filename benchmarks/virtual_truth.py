@@ -4,8 +4,8 @@
     make virtual-truth ARGS="published --only 0 7"
     make virtual-truth ARGS="layouts --rows gpipe zbv --columns fp32 bf16"
 
-One rank of each run of ``virtual/published.csv`` takes three steps of torchtitan's recipe, see ``titan.py``; what is
-reserved is set beside what torchtitan reports, by the same counter. Nothing is fitted to the rows. What ``make
+One rank of each run of ``virtual/published.csv`` takes three steps with the options that the row names; what it
+reserves is set beside what torchtitan reports, by the same counter. Nothing is fitted to the rows. What ``make
 gpu-check`` has measured is in ``gpu/``; its runs are repeated with the same options, best with the same torch. Good is
 a row within 3 %, and 1.5 % in the mean.
 
@@ -34,10 +34,7 @@ from msgspec import convert
 
 from benchmarks import tables
 from benchmarks.cells import Cells, Matrix
-from benchmarks.rank import on_ranks
-from benchmarks.script import keep, options, read, trained
-from benchmarks.titan import Recipe, Training
-from ptdbench.job import Job
+from benchmarks.script import keep, options, trained
 
 PUBLISHED, MEASURED = tables.FOLDER / "virtual/published.csv", tables.FOLDER / "gpu"
 
@@ -47,9 +44,13 @@ TOLERANCE, IN_THE_MEAN = 0.03, 0.015
 #: GPUs of a node, and steps after which nothing more is reserved.
 NODE, STEPS = 8, 3
 
+#: What all published runs have in common: FSDP2 by torchtitan, with its clipping.
+RECIPE = ("parallel=fsdp", "kernels=torch", "train.clip_norm=1", "data=synthetic_tokens", f"train.steps={STEPS}")
+
 #: Why a row is left out, by its word in the last column.
 REASONS = {
     "async": "asynchronous tensor parallelism needs torch's symmetric memory, which virtual GPUs do not have",
+    "fp8": "fp8 under tensor parallelism is rejected: torchao's layers of ptdbench take no DTensors",
     "kept": "torch's current compiler keeps what ring attention computes in each block, despite recomputation",
 }
 
@@ -69,27 +70,19 @@ class Row:
 
     gib: float  #: Peak of reserved memory, the maximum over its GPUs.
     gpu: str  #: Which one.
-    recipe: Recipe  #: How it was set up.
+    nodes: int  #: Of eight GPUs.
+    words: str  #: The options with which ptdbench does the same.
     source: str  #: Where it stands.
-    left_out: str  #: Key of :data:`REASONS`; empty where its recipe runs.
+    left_out: str  #: Key of :data:`REASONS`; empty where it runs.
 
 
 def reserved(row: Row) -> float:
     """Return the GiB that the first rank of a run has reserved at most."""
-    nodes = [f"cluster.nodes={row.recipe.ranks // NODE}", f"cluster.ranks_per_node={NODE}", "virtual.ranks=[0]"]
-    batch = f"train.global_batch={row.recipe.ranks}"  # of the run that the rank is told, not of the recipe
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"  # of the ranks, see docs/virtual.md
-    run = read("model=toy", "parallel=fsdp", batch, *nodes, *GPUS[row.gpu])
-    return float(on_ranks(run, _most_reserved, row.recipe)) / 2**30
-
-
-def _most_reserved(job: Job, recipe: Recipe) -> int:
-    """In the first rank of a run, which is not the recipe's own: bytes."""
-    torch.set_num_threads(1)
-    training = Training(recipe)
-    for _ in range(STEPS):
-        training.step()
-    return torch.cuda.max_memory_reserved()
+    nodes = [f"cluster.nodes={row.nodes}", f"cluster.ranks_per_node={NODE}", "virtual.ranks=[0]"]
+    fixed = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:False"}  # see docs/virtual.md
+    with TemporaryDirectory() as folder:
+        record = trained(Path(folder, "run"), *RECIPE, *row.words.split(), *nodes, *GPUS[row.gpu], env=fixed)
+    return float(record["metrics"]["peak_reserved_bytes"]) / 2**30
 
 
 def of_gpu_check() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -131,7 +124,7 @@ def measured() -> int:
 def published(only: Sequence[int]) -> int:
     """Print the table of what is published; 1 if a row or the mean is off."""
     with PUBLISHED.open() as file:
-        every = [convert({**values, "recipe": values}, Row, strict=False) for values in csv.DictReader(file)]
+        every = [convert(values, Row, strict=False) for values in csv.DictReader(file)]
     rows, off = list[list[str]](), list[float]()
     for row in [every[number] for number in only] or every:
         if row.left_out:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -54,7 +55,16 @@ class Recompute(Activations):
 
 @dataclass(frozen=True)
 class Selective(Activations):
-    """Keep a layer's input and the results of its expensive operations, :data:`EXPENSIVE`, and recompute the rest."""
+    """Keep a layer's input and the results of its expensive operations, :data:`EXPENSIVE`, and recompute the rest.
+
+    Raises:
+        ConfigError: ``products`` is less than 1.
+    """
+
+    products: int = 1  #: Of this many matrix products in a row, keep the result of the first; torchtitan has 2.
+
+    def __post_init__(self) -> None:
+        require(*at_least(1, products=self.products))
 
     def __call__(self, layers: Sequence[nn.Module]) -> None:
         """Apply selective activation checkpointing to these layers."""
@@ -62,11 +72,25 @@ class Selective(Activations):
             # If compiled, torch warns that in-place operations must not be recomputed: these layers have none.
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         for layer in layers:
-            _recompute(layer, partial(create_selective_checkpoint_contexts, _policy))
+            _recompute(layer, partial(_selecting, self.products))
 
 
 #: Contexts for the first run of a layer, and for its recomputation.
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def _selecting(products: int) -> _Contexts:
+    """Return contexts that keep the results of expensive operations, but of matrix products one in ``products``."""
+    seen: Counter[bool] = Counter()  # in the first run of a layer, and in its recomputation
+
+    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        kind, is_kept = getattr(operation, "overloadpacket", operation), True
+        if kind in PRODUCTS:
+            is_kept = seen[context.is_recompute] % products == 0
+            seen[context.is_recompute] += 1
+        return MUST_SAVE if is_kept and kind in EXPENSIVE else PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts] = noop_context_fn) -> None:
@@ -113,7 +137,12 @@ class Offload(Activations):
             wrap_forward(layer, partial(offloading.of_layer, layer, number == 0))
 
 
+MUST_SAVE, PREFER_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+
+#: Products of two matrices, of which ``activations.products`` counts.
+PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.linear, _aten._scaled_mm})
 
 #: Operations whose results ``activations=selective`` keeps: matrix products, convolutions, all attention kernels, and
 #: reductions over ranks. This is torchtitan's list, plus products of experts and the corresponding operations on a CPU.
@@ -124,8 +153,3 @@ EXPENSIVE = frozenset({
     _aten._scaled_dot_product_flash_attention_for_cpu,
     _c10d.all_reduce, _c10d.reduce_scatter_tensor, _c10d.all_to_all_single,
 })  # fmt: skip
-
-
-def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    kind = getattr(operation, "overloadpacket", operation)
-    return CheckpointPolicy.MUST_SAVE if kind in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE

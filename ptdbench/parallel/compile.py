@@ -15,9 +15,10 @@ from torch import nn
 from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.problems import ConfigError, Problem, first_line
 
-#: ``layers``: a graph for each layer, and for each other part of a model that is a chain. ``whole``: one graph for the
-#: model, or for each stage of a pipeline. ``autotune``: like ``layers``, with kernels chosen by timing.
-Compile = Literal[False, "layers", "whole", "autotune"]
+#: ``layers``: a graph for each layer, and for each other part of a model that is a chain. ``blocks``: for each layer
+#: only. ``whole``: one graph for the model, or for each stage of a pipeline. ``autotune``: like ``layers``, with
+#: kernels chosen by timing.
+Compile = Literal[False, "layers", "blocks", "whole", "autotune"]
 
 #: The environment variable by which users set the number of compile processes.
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -58,7 +59,8 @@ def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterabl
     """
     if not mode:
         return
-    units = [module] if mode == "whole" else [*layers, *parts_outside_layers(module, layers, parts)]
+    outside = [] if mode == "blocks" else parts_outside_layers(module, layers, parts)
+    units = [module] if mode == "whole" else [*layers, *outside]
     options: dict[str, Any] = {"fullgraph": True} if mode == "whole" else {}
     if mode == "autotune":
         options["options"] = autotuning()

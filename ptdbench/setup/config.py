@@ -171,7 +171,7 @@ class General:
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp8_tensorwise"]
     kernels: Kernels
-    compile: Literal[False, "layers", "whole", "autotune"]
+    compile: Literal[False, "layers", "blocks", "whole", "autotune"]
     offload: Literal["none", "optimizer_and_weights"]
     seed: Natural
     device: Literal["auto", "cpu", "cuda"]

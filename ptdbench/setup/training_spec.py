@@ -436,7 +436,7 @@ def _check_observed(
          "calling layer(x), or parallel=ddp"),
         (not isinstance(activations, Keep), "bypassed", "activations", treatment, "it is applied to calls",
          "calling layer(x), or keep"),
-        (general.compile in ("layers", "autotune"), "bypassed", "compile", general.compile, "calls are compiled",
+        (general.compile not in (False, "whole"), "bypassed", "compile", general.compile, "calls are compiled",
          "calling layer(x), or whole"),
     ]  # fmt: skip
     if not (affected := [row[1:] for row in rows if row[0]]):

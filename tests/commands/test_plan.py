@@ -144,7 +144,15 @@ def test_one_that_fits_nowhere_says_from_how_many_gpus_on(environ, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.thorough
 def test_gradients_that_accumulate_in_shards_need_less_and_are_advised(environ, tmp_path):
-    words = (*SMALL, *TIGHT, "model.width=1024", "parallel=fsdp", "train.micro_batch=1", "train.global_batch=8")
+    words = (
+        *SMALL,
+        *TIGHT,
+        "model.width=1024",
+        "model.layers=4",
+        "parallel=fsdp",
+        "train.micro_batch=1",
+        "train.global_batch=8",
+    )
     options = ("virtual.gpu.memory=570000000", "parallel.reduce_scatter_each_microbatch=true,false")
     plan(environ, tmp_path, *words, *options)
     in_shards, whole = records_of(tmp_path)

@@ -26,7 +26,7 @@ from tests.refusals import Abridged
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
-FRUGAL = [Recompute(), Recompute(every=2), Selective(), Offload()]
+FRUGAL = [Recompute(), Recompute(every=2), Selective(), Selective(products=2), Offload()]
 
 
 class Operations(TorchDispatchMode):
@@ -99,6 +99,14 @@ def test_selective_keeps_products_and_attention():
     assert counts["Keep"]["_grouped_mm"] == counts["Selective"]["_grouped_mm"] == counts["Recompute"]["_grouped_mm"] - 4
     assert counts["Keep"]["addmm"] == counts["Selective"]["addmm"] < counts["Recompute"]["addmm"]
     assert counts["Keep"]["gelu"] == counts["Selective"]["gelu"] - 3 == counts["Recompute"]["gelu"] - 3
+
+
+def test_of_two_products_in_a_row_the_second_is_computed_again():
+    layer = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    Selective(products=2)([layer])
+    with Operations() as seen:
+        layer(torch.ones(2, 4)).sum().backward()
+    assert seen.counts["addmm"] == 5 + 2
 
 
 def test_offload_frees_all_but_two_layers():

@@ -83,18 +83,20 @@ def test_compile_processes_equal_threads(monkeypatch):
     assert config.compile_threads == 3
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_equal_layers_share_a_graph(graphs, precision):
+@pytest.mark.parametrize(
+    ("precision", "mode", "count"), [("fp32", "layers", 3), ("bf16", "layers", 3), ("bf16", "blocks", 1)]
+)
+def test_equal_layers_share_a_graph(graphs, precision, mode, count):
     """Casts of inputs are in it, and those of weights outside."""
     plain, model = small(), small()
     names = list(model.state_dict())
     for net in (plain, model):
         cast_inputs(net, net.layers(), precision)
-    compiled(model)
+    compiled(model, mode)
     for net in (plain, model) if precision == "bf16" else ():
         Copies(net, [*net.layers(), *parts_outside_layers(net, net.layers(), net.parts().values())], torch.bfloat16)
     torch.testing.assert_close(model(tokens(), tokens()), plain(tokens(), tokens()))
-    assert len(graphs) == 3
+    assert len(graphs) == count
     assert list(model.state_dict()) == names
 
 

@@ -48,7 +48,7 @@ def test_a_name_is_a_text(value, said):
     "message",
     [
         "precision=fp4: must be fp32, tf32, bf16, fp16, fp8 or fp8_tensorwise",
-        "compile=yes: must be false, layers, whole or autotune",
+        "compile=yes: must be false, layers, blocks, whole or autotune",
         "seed=-1: must be at least 0",
         *(
             f"memory_reserve={part}: must be at least 0 and less than 1, or null to start a run whatever it needs; "

@@ -43,7 +43,7 @@ def since_of_a_pair() -> list[Ready]:
     pair = dist.new_group([1, 2])
     mine = {1: CommCall("send", 8, 1.0, 6.0, peer=1), 2: CommCall("recv", 8, 5.0, 6.0, peer=0)}.get(dist.get_rank())
     calls = [replace(mine, group=pair.group_name)] if mine else []
-    return traces.ready(calls, {"pipeline": dist.group.WORLD}, 0.0)
+    return traces.ready(calls, {"pp": dist.group.WORLD}, 0.0)
 
 
 @pytest.mark.thorough
