@@ -46,6 +46,7 @@ API CUptiResult cuptiActivityPushExternalCorrelationId(CUpti_ExternalCorrelation
     if ((int)kind >= EXTERNAL_KINDS) return CUPTI_ERROR_INVALID_PARAMETER;
     if (deep[kind] < DEPTH) above[kind][deep[kind]] = id;
     deep[kind]++;
+    if (kind == CUPTI_EXTERNAL_CORRELATION_KIND_CUSTOM0) count_operator();
     return CUPTI_SUCCESS;
 }
 

@@ -22,7 +22,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kernel **bucket_of(const void *host) { return &kernels[((uintptr_t)host >> 4) % BUCKETS]; }
 
 /* Demangles a name. This uses torch's libstdc++, as the library is also loaded into programs without one. */
-static const char *demangled(const char *name) {
+const char *demangled(const char *name) {
     static char *(*demangle)(const char *, char *, size_t *, int *);
     if (!demangle) {
         void *library = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD);

@@ -19,6 +19,7 @@ struct CUstream_st {
 
 struct CUevent_st {
     double time;
+    uint64_t id;
     bool recorded;
     cudaGraph_t captured; /* by a stream that captured */
 };
@@ -82,6 +83,7 @@ void enqueue(cudaStream_t stream, const struct work *work) {
     of(stream)->end = end;
     count_work(work);
     record_work(work, stream, begin, end);
+    log_work(work, stream_id(stream));
 }
 
 static void wait_until(double time) {
@@ -141,6 +143,7 @@ API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     double began = now();
     cudaError_t error = ready();
     if (error) return error;
+    log_call('Y', stream_id(stream), 0);
     wait_until(stream_end(stream));
     record_call(STREAM_SYNCHRONIZE, began);
     return cudaSuccess;
@@ -154,6 +157,7 @@ API cudaError_t cudaDeviceSynchronize(void) {
     for (struct CUstream_st *at = streams; at; at = at->next)
         if (at->device == current_device() && at->end > last) last = at->end;
     pthread_mutex_unlock(&lock);
+    log_call('D', 0, 0);
     wait_until(last);
     record_call(DEVICE_SYNCHRONIZE, began);
     return cudaSuccess;
@@ -174,7 +178,8 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, v
 
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     cudaError_t error = ready();
-    if (!error) *event = calloc(1, sizeof **event);
+    static _Atomic uint64_t ids;
+    if (!error) *event = calloc(1, sizeof **event), (*event)->id = ++ids;
     return error;
 }
 
@@ -186,6 +191,7 @@ API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     double asked = now(), end = stream_end(stream);
     event->time = end > asked ? end : asked;
     event->recorded = true, event->captured = captures(stream);
+    if (!event->captured) log_call('E', stream_id(stream), event->id);
     return cudaSuccess;
 }
 
@@ -195,6 +201,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
 
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     start_not_before(stream, event->time);
+    if (event->recorded && !event->captured) log_call('W', stream_id(stream), event->id);
     if (is_captured(event->captured) && !captures(stream)) set_capture(stream, event->captured);
     return cudaSuccess;
 }
@@ -203,6 +210,7 @@ API cudaError_t cudaEventQuery(cudaEvent_t event) { return over(event->time) ? c
 
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     double began = now();
+    log_call('Z', 0, event->id);
     wait_until(event->time);
     record_call(EVENT_SYNCHRONIZE, began);
     return cudaSuccess;

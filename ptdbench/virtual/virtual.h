@@ -73,6 +73,16 @@ void *map(void *where, size_t bytes);             /* host memory that is not com
 
 /* streams.c */
 enum work_kind { KERNEL, COPY, SET };
+enum { DIMS = 8 };
+#define NUMBER_OF(type) ((type) + 1) /* dtypes in the log: NCCL's numbers and those below, plus 1; 0 is unknown */
+enum { FP8_NUMBER = 10, TF32_NUMBER = 12 };
+enum { GUESSED = 1, CAUSAL = 2, ACCUMULATES = 4 }; /* flags: bytes are a guess; half of an attention; beta is not 0 */
+struct detail {                                    /* what costs depend on, for the log; log.py describes it */
+    int32_t dims[DIMS];
+    uint8_t flags, dtype, result, layout, operation;
+    uint32_t sequence;
+    uint64_t communicator; /* 0: no message */
+};
 struct work {
     enum work_kind kind;
     const char *name;   /* lives as long as the process */
@@ -81,6 +91,7 @@ struct work {
     dim3 grid, block;
     double flops; /* of products */
     const char *operation; /* of a message with these bytes; lives as long as the process */
+    struct detail detail;
 };
 void enqueue(cudaStream_t stream, const struct work *work);
 unsigned stream_id(cudaStream_t stream);
@@ -91,6 +102,18 @@ double memory_time(size_t bytes); /* nanoseconds to read or write */
 cudaGraph_t captures(cudaStream_t stream); /* the graph that the stream captures, if any */
 void set_capture(cudaStream_t stream, cudaGraph_t graph);
 void end_capture(cudaGraph_t graph); /* on all streams */
+
+/* log.c */
+void log_work(const struct work *work, unsigned stream);
+void log_transfer(const struct detail *transfer, size_t bytes, unsigned stream);
+void log_call(char kind, unsigned stream, uint64_t object); /* of a kind in log.py, with the number of an event */
+void count_operator(void);                                  /* torch has begun one in this thread */
+
+/* kernels.c */
+const char *demangled(const char *name); /* lives as long as the process */
+
+/* products.c */
+const char *kept(const char *text); /* interned: lives as long as the process */
 
 /* graphs.c */
 void capture(cudaGraph_t graph, const struct work *work);

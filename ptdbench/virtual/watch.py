@@ -23,8 +23,12 @@ from threading import Lock, Thread, get_ident
 from typing import Any
 
 #: Variables: the folder of the reports; after how many steps to stop watching; set if Python stacks of allocations are
-#: to be kept, in a snapshot for torch's viewer beside the report.
-FOLDER, STEPS, STACKS = (f"PTDBENCH_VIRTUAL_{name}" for name in ("REPORTS", "STEPS", "STACKS"))
+#: to be kept, in a snapshot for torch's viewer beside the report; the folder of the logs, if any.
+FOLDER, STEPS, STACKS, LOGS = (f"PTDBENCH_VIRTUAL_{name}" for name in ("REPORTS", "STEPS", "STACKS", "LOG"))
+
+#: Steps of a program before those that are logged, and how many these are: the first compiles, and creates the
+#: optimizer's state.
+_BEFORE_LOG, LOGGED = 2, 2
 
 #: Allocations whose stacks torch keeps.
 _MOST_ALLOCATIONS = 1_000_000
@@ -46,6 +50,41 @@ def attach() -> None:
 
     if os.environ.get(FOLDER):
         torch.cuda._lazy_call(partial(_safely, _Watch, Path(os.environ[FOLDER])))
+
+
+class Log:
+    """The log of this process, which :mod:`ptdbench.prediction.log` reads; false if no folder is named for it.
+
+    Args:
+        rank: The rank of the process, -1 if it has none.
+        world_size: The number of ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._facts = {"rank": rank, "world_size": world_size, "pid": os.getpid()}
+        self._folder = os.environ.get(LOGS)
+
+    def __bool__(self) -> bool:
+        return bool(self._folder)
+
+    def begin(self) -> None:
+        """Log what this process has its GPU do from now on, which must be the beginning of a step."""
+        import torch
+
+        name = self._facts["rank"] if self._facts["rank"] >= 0 else self._facts["pid"]
+        facts = {**self._facts, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
+        Path(str(self._folder)).mkdir(parents=True, exist_ok=True)
+        if not ctypes.CDLL(None).ptdbench_virtual_log(f"{self._folder}/{name}".encode(), json.dumps(facts).encode()):
+            raise OSError(f"{LOGS}={self._folder}: the log cannot be written there")
+        self.mark()
+
+    def mark(self) -> None:
+        """Mark the end of a step, and the beginning of the next one."""
+        ctypes.CDLL(None).ptdbench_virtual_mark(b"step")
+
+    def end(self) -> None:
+        """End the log after its last step."""
+        ctypes.CDLL(None).ptdbench_virtual_log(None, None)
 
 
 class _Watch:
@@ -70,6 +109,7 @@ class _Watch:
             **{name: int(os.environ.get(name.upper(), "-1")) for name in ("rank", "local_rank", "world_size")},
             **{"pid": os.getpid(), "command": sys.argv, "steps": 0, "devices": self._devices},
         }
+        self._log = Log(self._report["rank"], self._report["world_size"])
         self._hook()
         if os.environ.get(STACKS):
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
@@ -110,9 +150,17 @@ class _Watch:
             return False
         self._before = account
         self._report |= {"steps": self._report["steps"] + 1, "step": step}
+        self._note_in_log(self._report["steps"] - _BEFORE_LOG)
         self._write()
         self._settle()
         return True
+
+    def _note_in_log(self, logged: int) -> None:
+        """Begin, mark or end the log, of which so many steps have been taken; below 0: none is due yet."""
+        if self._log and 0 <= logged <= LOGGED:
+            (self._log.mark if logged else self._log.begin)()
+            if logged == LOGGED:
+                self._log.end()
 
     def _settle(self) -> None:
         """Wait until NCCL's watchdog has let go of what was sent, as ``virtual_account.settle`` does."""
