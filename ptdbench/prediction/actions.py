@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptdbench.prediction import costs as prices
-from ptdbench.prediction.costs import Costs, NoCosts, memory_share
-from ptdbench.prediction.log import OPERATIONS, Kind, Log
+from ptdbench.prediction.costs import Costs, memory_share
+from ptdbench.prediction.log import OPERATIONS, Flag, Kind, Log
 from ptdbench.prediction.replay import Action
 from ptdbench.prediction.replay import Kind as Does
 
@@ -41,10 +41,17 @@ class Costed:
     errors: Sequence[float]  #: Of the seconds of memory-bound work, as shares; 0 for others.
     threads: Sequence[int]  #: The number of the calling thread.
     sizes: Sequence[int]  #: Bytes.
+    guessed: Sequence[int]  #: Those of them that are a guess.
 
 
-def costed(log: Log, records: NDArray[Any], costs: Costs) -> Costed:
+def costed(log: Log, records: NDArray[Any], costs: Costs, joins: bool = True) -> Costed:
     """Return the actions of a step's records.
+
+    Args:
+        log: The log of a rank.
+        records: Those of one of its steps.
+        costs: Of the device.
+        joins: Whether its collectives are those of the other logs; ranks that ran apart have each their own.
 
     Raises:
         NoCosts: The device has no costs of some work.
@@ -60,7 +67,7 @@ def costed(log: Log, records: NDArray[Any], costs: Costs) -> Costed:
             action = Action(Does.WORK, host + prices.LAUNCH, stream, seconds)
         elif kind == Kind.MESSAGE.value:
             family, seconds = "messages", _seconds(records[place], pending[stream], costs)
-            keys = _keys(records[place], pending.pop(stream))
+            keys = _keys(records[place], pending.pop(stream), None if joins else log.facts["rank"])
             action = Action(Does.MESSAGE, host + prices.CALL, stream, seconds, keys)
         else:
             if kind == Kind.TRANSFER.value:
@@ -70,7 +77,9 @@ def costed(log: Log, records: NDArray[Any], costs: Costs) -> Costed:
         families.append(family)
         errors.append(error)
     names = [log.names[number] for number in records["name"].tolist()]
-    return Costed(actions, families, names, errors, records["thread"].tolist(), records["bytes"].tolist())
+    is_guessed = records["flags"] & Flag.GUESSED.value != 0
+    sizes, guessed = records["bytes"].tolist(), (records["bytes"] * is_guessed).tolist()
+    return Costed(actions, families, names, errors, records["thread"].tolist(), sizes, guessed)
 
 
 def _of_work(log: Log, records: NDArray[Any], costs: Costs) -> dict[int, tuple[str, float, float]]:
@@ -106,8 +115,8 @@ def _seconds(record: Any, transfers: Sequence[Any], costs: Costs) -> float:
     return costs.message(OPERATIONS[record["operation"]], ranks, int(record["bytes"]))
 
 
-def _keys(record: Any, transfers: Sequence[Any]) -> tuple[Hashable, ...]:
-    """Return the keys by which the ranks of a message find each other.
+def _keys(record: Any, transfers: Sequence[Any], alone: int | None) -> tuple[Hashable, ...]:
+    """Return the keys by which the ranks of a message find each other; ``alone``: the rank, if it has run apart.
 
     Transfers are known by their ends and size, since ranks that ran apart have no communicator in common.
     """
@@ -116,4 +125,4 @@ def _keys(record: Any, transfers: Sequence[Any]) -> tuple[Hashable, ...]:
         ranks, own, peer = (int(size) for size in transfer["dims"][:3])
         ends = (own, peer) if OPERATIONS[transfer["operation"]] == "send" else (peer, own)
         keys.append((ranks, *ends, int(transfer["bytes"]), int(transfer["sequence"])))
-    return (*keys,) if keys else ((int(record["object"]), int(record["sequence"])),)
+    return (*keys,) if keys else ((alone, int(record["object"]), int(record["sequence"])),)

@@ -30,6 +30,7 @@ class Prediction:
     #: Seconds of the busiest rank by family of costs, of :data:`ptdbench.prediction.costs.FAMILIES`.
     parts: Mapping[str, float]
     errors: Mapping[str, float]  #: By family: one standard deviation, as a share.
+    guessed_bytes: int  #: Bytes that kernels of that rank move by a guess.
     step: Costed  #: The last step of the busiest rank.
     timeline: Timeline  #: Its times, which begin with the step.
 
@@ -52,13 +53,13 @@ def predict(logs: Sequence[Log], costs: Costs, passes: int | None = None) -> Pre
         NoCosts: The device has no costs of some work.
         ValueError: The logs do not belong together.
     """
-    of_ranks = []
+    of_ranks, joins = [], len(logs) == logs[0].facts["world_size"]
     for log in logs:
         steps = [*log.steps()]
         if not steps or not len(steps[-1]):
             raise NoTime(f"the log of rank {log.facts['rank']} has no complete step")
         records = steps[-1]
-        of_ranks.append(costed(log, records[_repeated(records["thread"].tolist(), passes)], costs))
+        of_ranks.append(costed(log, records[_repeated(records["thread"].tolist(), passes)], costs, joins))
     timelines = replay([_several(step.actions) for step in of_ranks], SLOWDOWN)
     ends = [max(ends) for ends in zip(*(_ends(line) for line in timelines), strict=True)]
     busiest = max(range(len(logs)), key=lambda rank: sum(action.seconds for action in of_ranks[rank].actions
@@ -66,7 +67,8 @@ def predict(logs: Sequence[Log], costs: Costs, passes: int | None = None) -> Pre
     step, begin = of_ranks[busiest], ends[-2]
     line = _last(timelines[busiest], len(step.actions), begin)
     parts = _parts(step, line, ends[-1] - begin)
-    return Prediction(ends[-1] - begin, parts, _errors(step, costs), step, line)
+    guessed = sum(step.guessed)
+    return Prediction(ends[-1] - begin, parts, _errors(step, costs), guessed, step, line)
 
 
 def _repeated(threads: Sequence[int], passes: int | None) -> list[int]:
@@ -79,7 +81,9 @@ def _repeated(threads: Sequence[int], passes: int | None) -> list[int]:
         return places
     main = threads[0]
     blocks = [(is_main, len([*block])) for is_main, block in groupby(threads, lambda thread: thread == main)]
-    ends = [end for (is_main, _), end in zip(blocks, accumulate(size for _, size in blocks), strict=True) if not is_main]
+    ends = [
+        end for (is_main, _), end in zip(blocks, accumulate(size for _, size in blocks), strict=True) if not is_main
+    ]
     if passes == len(ends):
         return places
     if len(ends) != 2 or passes < 2:

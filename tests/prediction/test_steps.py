@@ -1,5 +1,7 @@
 """Predicted steps of logs written by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from ptdbench.prediction.costs import CALL, EVENT, KERNEL, LAUNCH, OPERATOR
@@ -13,6 +15,11 @@ MILLISECOND = round((1e-3 - KERNEL) * 0.87 * 4.8e12)
 
 def kernel(**more):
     return record(name=1, bytes=MILLISECOND, **more)
+
+
+#: Messages go on after the kernels before, and kernels after the messages before.
+TO_MESSAGES = [record("EVENT", object=1), record("WAIT", stream=8, object=1)]
+FROM_MESSAGES = [record("EVENT", stream=8, object=2), record("WAIT", object=2)]
 
 
 def backward(count=1):
@@ -44,13 +51,18 @@ def test_ranks_wait_for_each_other():
     def message(rank):
         return record("MESSAGE", name=4, stream=8, operation="all_reduce", dims=(2, rank), object=5, bytes=2**29)
 
-    after = [record("EVENT", object=1), record("WAIT", stream=8, object=1)]
-    back = [record("EVENT", stream=8, object=2), record("WAIT", object=2)]
-    logs = [log(*[kernel()] * busy, *after, message(rank), *back, kernel(), rank=rank) for rank, busy in enumerate((1, 4))]
+    logs = [
+        log(*[kernel()] * busy, *TO_MESSAGES, message(rank), *FROM_MESSAGES, kernel(), rank=rank)
+        for rank, busy in enumerate((1, 4))
+    ]
     moving = H200.message("all_reduce", 2, 2**29)
     both = predict(logs, H200)
     assert both.seconds == pytest.approx(5e-3 + moving, rel=1e-6)
     assert both.parts["messages"] == pytest.approx(moving, rel=1e-6)  # of the busiest rank, which nobody waits for
+    apart = [
+        replace(of, facts={**of.facts, "world_size": 4}) for of in logs
+    ]  # whose collectives have nothing in common
+    assert predict(apart, H200).seconds == pytest.approx(5e-3 + moving, rel=1e-6)
     assert predict(logs[:1], H200).seconds == pytest.approx(2e-3 + moving, rel=1e-6)
 
 
@@ -60,9 +72,8 @@ def test_stages_wait_for_each_others_transfers():
         of["sequence"] = sequence
         return [of, record("MESSAGE", name=4, stream=8, object=5 + own)]
 
-    after, back = [record("EVENT", object=1), record("WAIT", stream=8, object=1)], [record("EVENT", stream=8, object=2), record("WAIT", object=2)]  # fmt: skip
-    first = [kernel(), *after, *transfer("send", 0, 1, 0), *transfer("recv", 0, 1, 0), *back, kernel()]
-    second = [*transfer("recv", 1, 0, 0), *back, kernel(), kernel(), *after, *transfer("send", 1, 0, 0)]
+    first = [kernel(), *TO_MESSAGES, *transfer("send", 0, 1, 0), *transfer("recv", 0, 1, 0), *FROM_MESSAGES, kernel()]
+    second = [*transfer("recv", 1, 0, 0), *FROM_MESSAGES, kernel(), kernel(), *TO_MESSAGES, *transfer("send", 1, 0, 0)]
     step = predict([log(*first), log(*second, rank=1)], H200)
     assert step.seconds == pytest.approx(4e-3 + 2 * H200.message("send", 2, 2**20), rel=0.02)  # one after the other
     assert step.parts["bubble"] == pytest.approx(2e-3, rel=0.05)
