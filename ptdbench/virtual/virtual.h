@@ -122,8 +122,12 @@ void capture(cudaGraph_t graph, const struct work *work);
 struct recipe; /* what a kernel's name reveals */
 const struct recipe *recognise(const char *readable_name);
 void compute(const struct recipe *recipe, void **arguments);
-size_t traffic(const struct recipe *recipe, void **arguments, dim3 grid,
-               dim3 block); /* bytes that the kernel reads and writes */
+
+/* bytes.c */
+struct family; /* what a kernel's name reveals of the bytes that it reads and writes */
+const struct family *family_of(const char *readable_name);
+size_t bytes_of_call(const struct family *family, void **arguments, dim3 grid, dim3 block, bool *guessed);
+bool announced_bytes(size_t *bytes, bool *guessed); /* those that this thread has said, once; false if none */
 
 /* numbers.c: elements of an array, by NCCL's type numbers. */
 double get_number(const void *array, size_t at, int type);
