@@ -189,6 +189,27 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def predicted() -> list[text.Column[Row]]:
+    """Return the columns of the predicted steps of plans, which are always shown."""
+
+    def figure(
+        heading: str, value: Callable[[Row], Any], write: Callable[[Any], str] = three_digits
+    ) -> text.Column[Row]:
+        return text.Column(heading, lambda row: figure_text(value(row), write), is_text=write is str)
+
+    def against_best(row: Row) -> str:
+        return figure_text(row.place.ratio, "{:.2f}x".format) + interval_text(row.place.against_best, 2)
+
+    return [
+        figure("#", lambda row: row.place.rank, lambda ends: "-".join(map(str, dict.fromkeys(ends)))),
+        text.Column("vs best (95 %)", against_best),
+        replace(figure("tokens/s", attrgetter("run.predicted.tokens_per_second")), drop_order=12),
+        figure("step ms", attrgetter("run.predicted.step_seconds"), _milliseconds),
+        figure("MFU", attrgetter("run.predicted.mfu"), _PERCENT),
+        figure("bound by", attrgetter("run.predicted.bound_by"), str),
+    ]
+
+
 #: Maximum number of runs to explain below a table; ``ptdbench explain`` covers all.
 _EXPLAINED = 5
 

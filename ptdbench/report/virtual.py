@@ -9,6 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import astuple
 
+from ptdbench.comparison import predictions
 from ptdbench.comparison.ranking import spoken
 from ptdbench.grouping import grouped
 from ptdbench.problems import in_shell
@@ -41,6 +42,9 @@ PLANNED = {
     "mb": None, "rank": 4, "weights": 7, "gradients": 3, "optimizer": 6, "activations": None, "gathered": None,
     "other": 1, "allocated": 5, "reserved": None, "outside": 2, "of GPU": 0, "left": None, "fits": None, "max mb": None,
 }  # fmt: skip
+
+#: The same of those that are always shown, in a table with predicted times.
+BESIDE_TIMES = {"gathered": 8, "activations": 9, "reserved": 10, "max mb": 11}
 
 #: The places of a program that are shown, of those that allocated what was alive at the peak.
 _MOST_PLACES = 8
@@ -113,6 +117,13 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
             "buffers; outside: CUDA context and NCCL buffers; simulated: "
             + "; ".join(dict.fromkeys(map(_stands_for, simulated)))
         )
+    if timed := [record.predicted for record in records if record.predicted.step_seconds]:
+        level = max((one.high or 0.0) / (one.step_seconds or 1.0) - 1 for one in timed)
+        yield (
+            f"predicted: step ms and tokens/s may all be {level:.0%} off together: no measured run sets their level, "
+            "which the ratio vs best does not depend on; #: ranks, simultaneous 95 % confidence"
+        )
+        yield "host work is counted, and costed as that of a fast server; data loading and checkpoints are left out"
     if any(record.option("eval.every", int) for record in simulated):
         yield "evaluation (eval.every) is left out: a batch of it, of eval.micro_batch samples, may need more"
     offloaded = (record.plan.state for record in records if record.option("offload", str) not in (None, "none"))
@@ -125,8 +136,12 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def measuring(records: Sequence[RunRecord], width: int = 80) -> str:
-    """Return the command that measures the plans that fit, wrapped for a shell; empty if none is known to fit."""
-    fitting = [record for record in records if record.plan.fits]
+    """Return the command that finds the fastest plan, wrapped for a shell; empty if none is known to fit.
+
+    It measures the plans that fit; of those with a predicted time only the ones that may be the fastest.
+    """
+    behind = [place.alternative.runs[0] for place in predictions.rank(records) if place.faster]
+    fitting = [record for record in records if record.plan.fits and record not in behind]
     typed = dict.fromkeys(word.partition("=")[::2] for record in fitting for word in record.overrides or [])
     values = {name: ",".join(of_option) for name, of_option in grouped(typed).items()}
     options = {name: value for name, value in values.items() if not name.lstrip("+~").startswith(("virtual", "repeat"))}
