@@ -64,7 +64,6 @@ def _of_rank(job: Job, loop: StepLoop) -> Virtual:
     assert machine
     account = Virtual(
         device=machine.gpu_name,
-        real_time=machine.real_time,
         ranks=[job.world.rank],
         allocated_bytes=[memory.peak_bytes(job.device)],  # of the steps before
         reserved_bytes=[memory.peak_reserved_bytes(job.device)],

@@ -6,6 +6,8 @@
  */
 #include "arguments.h"
 
+#include <nccl.h>
+
 enum { MOST_TENSORS = 8 };
 
 struct call {
@@ -13,6 +15,7 @@ struct call {
     void **arguments;
     dim3 grid, block;
     bool guessed; /* set where the bytes are */
+    struct detail *detail;
 };
 
 struct family {
@@ -380,6 +383,41 @@ static size_t bytes_dropout(struct call *c) { return int_at(c, 3) * (2 * c->fami
 /* (int64 elements, ...), of which only the output is in memory. */
 static size_t bytes_written(struct call *c) { return int_at(c, 0) * c->family->sizes[0]; }
 
+/* ---- FlashAttention ---- */
+
+/* Flash_fwd_params, with which Flash_bwd_params begins: addresses and strides of queries, keys and values, heads; of the
+ * result; batch and lengths. numbers: products of the kernel, causal; sizes[0] of an element, sizes[1] of one that a
+ * kernel around the products reads and writes for each query. */
+static size_t bytes_flash(struct call *c) {
+    const struct family *f = c->family;
+    enum { OF_HEADS = 96, OF_LENGTHS = 176 };
+    const char *parameters = c->arguments[0];
+    const int *heads = (const int *)(parameters + OF_HEADS), *lengths = (const int *)(parameters + OF_LENGTHS);
+    struct detail *d = c->detail;
+    int dims[DIMS] = {[BATCH] = lengths[0], [QUERIES] = lengths[1],   [KEYS] = lengths[2],
+                      [WIDTH] = lengths[4], [VALUE_WIDTH] = lengths[4], [HEADS] = heads[0],
+                      [KEY_HEADS] = heads[1], [PRODUCTS] = f->numbers[0]};
+    for (int i = 0; i < PRODUCTS; i++)
+        if (dims[i] < 1 || dims[i] > 1 << 24) return guess(c);
+    size_t queries = (size_t)dims[BATCH] * dims[HEADS] * dims[QUERIES];
+    if (!f->numbers[0]) return queries * dims[WIDTH] * f->sizes[1];
+    memcpy(d->dims, dims, sizeof dims);
+    d->dtype = d->result = f->numbers[2], d->flags |= f->numbers[1] ? CAUSAL : 0;
+    c->guessed = f->numbers[0] > 2; /* it adds to the gradients of queries, in blocks */
+    return attention_bytes(d);
+}
+
+static void read_flash(const char *name, struct family *f) {
+    const char *traits = after(name, "_kernel<");
+    bool first_is_causal = strstr(name, "splitkv"), forward = strstr(name, "flash_fwd_"), half = strstr(name, "half_t");
+    const char *causal = argument(traits, first_is_causal ? 1 : 2);
+    f->numbers[0] = forward && causal ? 2 : strstr(name, "dq_dk_dv") ? 5 : 0;
+    f->numbers[1] = causal && !strncmp(causal, "true", 4);
+    f->numbers[2] = NUMBER_OF(half ? ncclFloat16 : ncclBfloat16);
+    f->sizes[1] = strstr(name, "dot_do_o") ? 8 : 6; /* reads two results and clears the gradient in fp32; converts it */
+    f->bytes = bytes_flash;
+}
+
 /* ---- families ---- */
 
 /* Families whose element has the type behind a text of the name. */
@@ -410,7 +448,7 @@ static const struct {
     {"RowwiseMoments", read_norm},             {"softmax_warp_", read_softmax},
     {"cunn_SoftMaxForward", read_softmax},     {"cunn_SoftMaxBackward", read_softmax},
     {"multi_tensor_apply_kernel", read_lists}, {"CatArrayBatchedCopy", read_concatenation},
-    {"elementwise_kernel<", read_elementwise},
+    {"elementwise_kernel<", read_elementwise}, {"pytorch_flash::flash_", read_flash},
 };
 
 const struct family *family_of(const char *name) {
@@ -431,13 +469,6 @@ const struct family *family_of(const char *name) {
     return f;
 }
 
-size_t bytes_of_call(const struct family *family, void **arguments, dim3 grid, dim3 block, bool *guessed) {
-    struct call call = {family, arguments, grid, block, false};
-    size_t bytes = family && family->bytes && arguments ? family->bytes(&call) : guess(&call);
-    *guessed = call.guessed;
-    return bytes;
-}
-
 /* ---- kernels whose bytes the program says before it launches them: those of Triton ---- */
 
 static __thread size_t announced;
@@ -445,9 +476,12 @@ static __thread bool announced_guess;
 
 API void ptdbench_virtual_bytes(size_t bytes, int guessed) { announced = bytes, announced_guess = guessed; }
 
-bool announced_bytes(size_t *bytes, bool *guessed) {
-    bool is = announced;
-    if (is) *bytes = announced, *guessed = announced_guess;
-    announced = 0;
-    return is;
+size_t bytes_of_call(const struct family *family, void **arguments, dim3 grid, dim3 block, struct detail *detail) {
+    struct call call = {family, arguments, grid, block, announced_guess, detail};
+    size_t bytes = announced                                ? announced
+                   : family && family->bytes && arguments ? family->bytes(&call)
+                                                          : guess(&call);
+    announced = announced_guess = 0;
+    detail->flags |= call.guessed ? GUESSED : 0;
+    return bytes;
 }

@@ -106,17 +106,15 @@ static cudaError_t start(const char *name, const struct kernel *kernel, dim3 gri
     if (error) return failed(error);
     if (!possible(grid, block)) return failed(cudaErrorInvalidConfiguration);
     if (arguments && kernel) compute(kernel->recipe, arguments);
-    bool guessed;
-    size_t bytes;
-    if (!announced_bytes(&bytes, &guessed))
-        bytes = bytes_of_call(kernel ? kernel->family : NULL, arguments, grid, block, &guessed);
+    struct detail detail = {0};
+    size_t bytes = bytes_of_call(kernel ? kernel->family : NULL, arguments, grid, block, &detail);
     enqueue(stream, &(struct work){.kind = KERNEL,
                                    .name = name,
                                    .nanoseconds = 1500 + memory_time(bytes),
                                    .bytes = bytes,
                                    .grid = grid,
                                    .block = block,
-                                   .detail.flags = guessed ? GUESSED : 0});
+                                   .detail = detail});
     return cudaSuccess;
 }
 

@@ -1,13 +1,11 @@
 /* Streams and events. Each stream has a clock: the end time of its queued work. Work starts when the host has launched
  * it and the earlier work on its stream has ended; waiting for an event advances the clock to that of the event. Order
- * and overlap are therefore exact, given estimated durations. In real time, host threads that wait for the device sleep
- * until its clock; otherwise all work is complete at once.
+ * and overlap are therefore exact, given estimated durations. To the host all work is complete at once.
  */
 #include "virtual.h"
 
 #include <pthread.h>
 #include <time.h>
-#include <unistd.h>
 
 struct CUstream_st {
     unsigned id;
@@ -79,19 +77,11 @@ void enqueue(cudaStream_t stream, const struct work *work) {
         return;
     }
     start_not_before(stream, now());
-    double begin = stream_end(stream), end = begin + work->nanoseconds;
-    of(stream)->end = end;
+    of(stream)->end += work->nanoseconds;
     count_work(work);
-    record_work(work, stream, begin, end);
+    record_work(work, stream);
     log_work(work, stream_id(stream));
 }
-
-static void wait_until(double time) {
-    for (double left; real_time() && (left = time - now()) > 0;)
-        usleep(left > 1e9 ? 1000000 : (unsigned)(left / 1e3) + 1);
-}
-
-static bool over(double time) { return !real_time() || time <= now(); }
 
 /* ---- streams ---- */
 
@@ -135,30 +125,22 @@ API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return cudaSuccess;
 }
 
-API cudaError_t cudaStreamQuery(cudaStream_t stream) {
-    return over(stream_end(stream)) ? cudaSuccess : cudaErrorNotReady;
-}
+API cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
 
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     double began = now();
     cudaError_t error = ready();
     if (error) return error;
     log_call('Y', stream_id(stream), 0);
-    wait_until(stream_end(stream));
     record_call(STREAM_SYNCHRONIZE, began);
     return cudaSuccess;
 }
 
 API cudaError_t cudaDeviceSynchronize(void) {
-    double began = now(), last = stream_end(NULL);
+    double began = now();
     cudaError_t error = ready();
     if (error) return error;
-    pthread_mutex_lock(&lock);
-    for (struct CUstream_st *at = streams; at; at = at->next)
-        if (at->device == current_device() && at->end > last) last = at->end;
-    pthread_mutex_unlock(&lock);
     log_call('D', 0, 0);
-    wait_until(last);
     record_call(DEVICE_SYNCHRONIZE, began);
     return cudaSuccess;
 }
@@ -206,12 +188,11 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsi
     return cudaSuccess;
 }
 
-API cudaError_t cudaEventQuery(cudaEvent_t event) { return over(event->time) ? cudaSuccess : cudaErrorNotReady; }
+API cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaSuccess; }
 
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     double began = now();
     log_call('Z', 0, event->id);
-    wait_until(event->time);
     record_call(EVENT_SYNCHRONIZE, began);
     return cudaSuccess;
 }

@@ -57,7 +57,6 @@ cudaError_t ready(void);               /* the same; called wherever a device is 
 int has_context(int number);           /* whether this process has a context on a device */
 cudaError_t failed(cudaError_t error); /* returns the error, and keeps it for cudaGetLastError */
 bool alone(void);                      /* this is a single rank of many: messages are discarded */
-bool real_time(void);                  /* work on the device takes time */
 bool computes(const char *kind);       /* whether kernels of a kind are computed, see selftest.py */
 int unanswered(const char *name, int status); /* reports an unimplemented call once; returns its status */
 
@@ -126,8 +125,11 @@ void compute(const struct recipe *recipe, void **arguments);
 /* bytes.c */
 struct family; /* what a kernel's name reveals of the bytes that it reads and writes */
 const struct family *family_of(const char *readable_name);
-size_t bytes_of_call(const struct family *family, void **arguments, dim3 grid, dim3 block, bool *guessed);
-bool announced_bytes(size_t *bytes, bool *guessed); /* those that this thread has said, once; false if none */
+size_t bytes_of_call(const struct family *family, void **arguments, dim3 grid, dim3 block, struct detail *detail);
+
+/* cudnn.c */
+enum { BATCH, HEADS, QUERIES, WIDTH, KEYS, KEY_HEADS, PRODUCTS, VALUE_WIDTH }; /* places in an attention's dims */
+size_t attention_bytes(const struct detail *attention);
 
 /* numbers.c: elements of an array, by NCCL's type numbers. */
 double get_number(const void *array, size_t at, int type);
@@ -144,7 +146,7 @@ void count_copy(bool to_device, size_t bytes);           /* between the host and
 void count_message(const char *operation, size_t bytes); /* the operation lives as long as the process */
 
 /* cupti.c: records for torch's profiler. */
-void record_work(const struct work *work, cudaStream_t stream, double begin, double end);
+void record_work(const struct work *work, cudaStream_t stream);
 void record_call(int callback_id, double began);
 enum { /* callback ids from cupti_runtime_cbid.h */
     MEMCPY_ASYNC = 41,

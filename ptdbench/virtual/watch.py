@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import sys
 import time
 import traceback
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -39,6 +41,9 @@ _MOST_READS, _LOOK_SECONDS = 20_000, 2.0
 #: Parts of the names of kernels of forward and backward passes: what had none since the last step is not a step, such
 #: as one that only creates the optimizer's state, or a further part of the weights.
 _OF_PASSES = ("gemm", "cudnn", "conv", "triton_", "flash", "cutlass", "fmha")
+
+#: Loads of the same tensor by a thread of a kernel of Inductor, at most.
+_MOST_LOADS = 4
 
 #: The groups of an account: counts by name.
 _Account = dict[str, Counter[str]]
@@ -76,6 +81,7 @@ class Log:
         Path(str(self._folder)).mkdir(parents=True, exist_ok=True)
         if not ctypes.CDLL(None).ptdbench_virtual_log(f"{self._folder}/{name}".encode(), json.dumps(facts).encode()):
             raise OSError(f"{LOGS}={self._folder}: the log cannot be written there")
+        self._announced = [*_announce_bytes()]
         self.mark()
 
     def mark(self) -> None:
@@ -85,6 +91,59 @@ class Log:
     def end(self) -> None:
         """End the log after its last step."""
         ctypes.CDLL(None).ptdbench_virtual_log(None, None)
+        for launcher, run in self._announced:
+            launcher.run = run
+
+
+def _announce_bytes() -> Iterator[tuple[Any, Any]]:
+    """Have Triton's kernels announce their bytes to the library, which knows none of their arguments.
+
+    Yields the classes whose ``run`` is replaced, with what it was.
+    """
+    announce: Any = ctypes.CDLL(None).ptdbench_virtual_bytes
+    announce.argtypes = [ctypes.c_size_t, ctypes.c_int]
+    for module, name, bytes_of in (
+        ("torch._inductor.runtime.triton_heuristics", "CachingAutotuner", _bytes_of_inductor),
+        ("triton.runtime.jit", "JITFunction", _bytes_of_triton),
+    ):
+        if launcher := getattr(sys.modules.get(module), name, None):
+            yield launcher, launcher.run
+            launcher.run = _announcing(launcher.run, bytes_of, announce)
+
+
+def _announcing(run: Any, bytes_of: Any, announce: Any) -> Any:
+    def announcing(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        if told := _safely(bytes_of, kernel, arguments, options):
+            announce(*told)
+        return run(kernel, *arguments, **options)
+
+    return announcing
+
+
+def _bytes_of_inductor(kernel: Any, arguments: Any, _: Any) -> tuple[int, bool]:
+    """Return the bytes of a kernel of Inductor, and whether that is a guess.
+
+    Each tensor counts once, and one that is changed in place twice. Of a tensor much larger than what the kernel goes
+    through, such as the table of an embedding, only so many elements count.
+    """
+    named = dict(zip(kernel.triton_meta["signature"], arguments, strict=False))
+    passed = math.prod(count for name, count in named.items() if name.endswith("numel"))
+    total, guessed = 0, False
+    for name, tensor in named.items():
+        if hasattr(tensor, "element_size"):
+            picks = tensor.numel() > _MOST_LOADS * passed
+            guessed |= picks
+            count = min(tensor.numel(), passed) if picks else tensor.numel()
+            total += count * tensor.element_size() * (2 if name in kernel.mutated_arg_names else 1)
+    return total, guessed
+
+
+def _bytes_of_triton(kernel: Any, arguments: Any, options: Any) -> tuple[int, bool]:
+    """Likewise of any other kernel, a guess unless its ``rewrites`` says if it changes its first argument in place."""
+    tensors = [value for value in (*arguments, *options.values()) if hasattr(value, "element_size")]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    rewrites = getattr(kernel, "rewrites", None)
+    return sum(sizes) + sizes[0] * bool(options.get(rewrites, rewrites)), rewrites is None
 
 
 class _Watch:
