@@ -100,6 +100,17 @@ static size_t bytes_casting(struct call *c) {
     return bytes * int_at(c, 0);
 }
 
+/* The c10::ScalarType of each tensor, after a functor whose size its name does not say; NULL if there are none. */
+static const int8_t *types_after(const char *functor, int tensors) {
+    for (size_t bytes = 1; bytes <= 16; bytes += bytes < 4 ? 3 : 4) {
+        const int8_t *types = (const int8_t *)functor + bytes;
+        int count = 0;
+        while (count < tensors && size_of_scalar(types[count])) count++;
+        if (count == tensors) return types;
+    }
+    return NULL;
+}
+
 /* (int count, closure: offset calculator, std::array<char *, tensors>, functor, and where it casts a c10::ScalarType of
  * each tensor). A dimension of stride 0 is read once. */
 static size_t bytes_strided(struct call *c) {
@@ -108,13 +119,14 @@ static size_t bytes_strided(struct call *c) {
     int dims = *(int *)closure;
     const struct divider *sizes = (struct divider *)(closure + sizeof dims);
     const uint32_t *strides = (uint32_t *)(closure + sizeof dims + MAX_DIMS * sizeof *sizes);
-    const int8_t *types = (const int8_t *)strides + MAX_DIMS * sizeof *strides * f->tensors;
-    types += -(size_t)types % sizeof(char *) + f->tensors * sizeof(char *) + f->numbers[1];
+    const char *data = (const char *)(strides + MAX_DIMS * f->tensors);
+    data += -(size_t)data % sizeof(char *);
+    const int8_t *types = f->numbers[0] ? types_after(data + f->tensors * sizeof(char *), f->tensors) : NULL;
     if (!sane(dims, sizes)) return guess(c);
-    c->guessed = !f->is_known;
+    c->guessed = f->numbers[0] ? !types : !f->is_known;
     size_t bytes = 0;
     for (int t = 0; t < f->tensors; t++) {
-        size_t elements = f->numbers[0] ? size_of_scalar(types[t]) : f->sizes[t];
+        size_t elements = types ? size_of_scalar(types[t]) : f->sizes[t];
         for (int d = 0; d < dims; d++)
             if (strides[d * f->tensors + t]) elements *= sizes[d].size;
         bytes += elements;
@@ -175,7 +187,7 @@ static void read_elementwise(const char *name, struct family *f) {
     f->bytes = strided || casting                ? bytes_strided
                : strstr(name, "LoadWithCast<") ? bytes_casting
                                                : bytes_contiguous;
-    f->numbers[0] = casting && !strided, f->numbers[1] = 1; /* bytes of an empty functor */
+    f->numbers[0] = casting && !strided;
     f->is_known = read_functor(functor, f);
     for (int t = 0; t < f->tensors; t++) {
         f->is_known = f->is_known && f->sizes[t];
@@ -258,7 +270,8 @@ static void read_softmax(const char *name, struct family *f) {
     const char *warp = after(name, "softmax_warp_"), *block = after(name, "cunn_SoftMax");
     const char *kind = warp ? warp : block, *types = after(kind, "<");
     bool backward = !strncmp(kind, "ackward", 7) || !strncmp(kind, "backward", 8) || !strncmp(kind, "Backward", 8);
-    const char *first = argument(types, !warp), *second = argument(types, warp ? 1 : 3);
+    int at = !warp && types && *types >= '0' && *types <= '9'; /* what a thread loads at once comes first, if it is there */
+    const char *first = argument(types, at), *second = argument(types, warp ? 1 : at + 2);
     f->bytes = bytes_softmax, f->tensors = backward ? 3 : 2; /* backward: both the result and its gradient are read */
     f->sizes[0] = size_named(first), f->sizes[1] = f->sizes[2] = size_named(second);
     f->numbers[0] = (warp ? 4 : 2) + backward, f->numbers[1] = warp ? 2 + backward : 0;

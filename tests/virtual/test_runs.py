@@ -13,7 +13,7 @@ from filelock import FileLock
 from ptdbench.prediction.log import OPERATIONS, read
 from ptdbench.records.run_record import typed
 from ptdbench.report import table
-from tests.conftest import ROOT, outputs, records
+from tests.conftest import ROOT, records
 from tests.parallel.setters import needs_setters
 from tests.programs import call
 from tests.virtual.conftest import Start
