@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ptdbench.parallel import precision
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.prediction import steps
+from ptdbench.prediction import steps, trace
 from ptdbench.prediction.costs import Costs, NoCosts
 from ptdbench.prediction.log import Log
 from ptdbench.records.schema import Predicted
@@ -64,6 +64,7 @@ def predicted(logs: Sequence[Log], spec: RunSpec, layout: BatchPlan, passes: int
         mfu=rate * flops / spec.world_size / peak if flops and peak else None,
         bound_by=step.bound_by,
         parts={family: seconds for family, seconds in step.parts.items() if seconds},
+        phases={name: seconds for name, seconds in trace.phases(step).seconds.items() if seconds},
         errors=dict(step.errors),
         guessed_bytes=step.guessed_bytes,
     )

@@ -42,6 +42,7 @@ class Costed:
     threads: Sequence[int]  #: The number of the calling thread.
     sizes: Sequence[int]  #: Bytes.
     guessed: Sequence[int]  #: Those of them that are a guess.
+    operations: Sequence[str]  #: Of messages, as a trace names them; empty for others.
 
 
 def costed(log: Log, records: NDArray[Any], costs: Costs, joins: bool = True) -> Costed:
@@ -58,16 +59,18 @@ def costed(log: Log, records: NDArray[Any], costs: Costs, joins: bool = True) ->
     """
     of_work = _of_work(log, records, costs)
     pending: defaultdict[int, list[Any]] = defaultdict(list)
-    actions, families, errors = list[Action](), list[str](), list[float]()
+    actions, families, errors, operations = list[Action](), list[str](), list[float](), list[str]()
     columns = (records[name].tolist() for name in ("kind", "stream", "operators", "object"))
     for place, (kind, stream, operators, target) in enumerate(zip(*columns, strict=True)):
-        host, family, error = operators * prices.OPERATOR, "", 0.0
+        host, family, error, operation = operators * prices.OPERATOR, "", 0.0, ""
         if kind in _WORK:
             family, seconds, error = of_work[place]
             action = Action(Does.WORK, host + prices.LAUNCH, stream, seconds)
         elif kind == Kind.MESSAGE.value:
-            family, seconds = "messages", _seconds(records[place], pending[stream], costs)
-            keys = _keys(records[place], pending.pop(stream), None if joins else log.facts["rank"])
+            record, transfers = records[place], pending.pop(stream, [])
+            family, seconds = "messages", _seconds(record, transfers, costs)
+            operation = "send_recv" if transfers else OPERATIONS[record["operation"]]
+            keys = _keys(record, transfers, None if joins else log.facts["rank"])
             action = Action(Does.MESSAGE, host + prices.CALL, stream, seconds, keys)
         else:
             if kind == Kind.TRANSFER.value:
@@ -76,10 +79,11 @@ def costed(log: Log, records: NDArray[Any], costs: Costs, joins: bool = True) ->
         actions.append(action)
         families.append(family)
         errors.append(error)
+        operations.append(operation)
     names = [log.names[number] for number in records["name"].tolist()]
     is_guessed = records["flags"] & Flag.GUESSED.value != 0
     sizes, guessed = records["bytes"].tolist(), (records["bytes"] * is_guessed).tolist()
-    return Costed(actions, families, names, errors, records["thread"].tolist(), sizes, guessed)
+    return Costed(actions, families, names, errors, records["thread"].tolist(), sizes, guessed, operations)
 
 
 def _of_work(log: Log, records: NDArray[Any], costs: Costs) -> dict[int, tuple[str, float, float]]:

@@ -303,6 +303,7 @@ class Predicted(Struct):
     #: What takes most of the step: ``products``, ``attention``, ``memory``, ``messages``, ``bubble`` or ``host``.
     bound_by: str | None = None
     parts: dict[str, Amount] | None = None  #: Seconds of each of these on the busiest rank; they add up to the step.
+    phases: dict[str, Amount] | None = None  #: Seconds of the phases of that rank's step, as of a measured one.
     errors: dict[str, Amount] | None = None  #: The error of the costs of each, one standard deviation as a share.
     guessed_bytes: Count | None = None  #: Bytes that kernels of that rank move by a guess.
     anchor: str | None = None  #: The measured run that sets the level of the device; null without one.

@@ -14,12 +14,12 @@ from ptdbench.comparison.ranking import spoken
 from ptdbench.grouping import grouped
 from ptdbench.problems import in_shell
 from ptdbench.profiling import snapshots
-from ptdbench.profiling.phases import KINDS
+from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Plan, Virtual
 from ptdbench.report.text import drawn, figure_text, wrap
 from ptdbench.terminal import command, plain, plural, rank_names
-from ptdbench.units import gib_text, memory_text, size_text
+from ptdbench.units import gib_text, memory_text, size_text, three_digits
 
 
 def is_ok(record: RunRecord) -> bool:
@@ -187,11 +187,25 @@ def explained(record: RunRecord, called: str, width: int) -> str:
         lines.append(wrap(f"no kernels and no messages: {virtual.reason}", width))
     else:
         lines += [*_kernels(virtual, step, width), *_messages(virtual, step, width)]
-    lines += [wrap(line, width) for line in _of_models([record])]
+    lines += [*_predicted(record, width), *(wrap(line, width) for line in _of_models([record]))]
     if hosts := virtual.host_seconds:
         launched = f"the host launched {step} in {1e3 * max(hosts):.0f} ms, beside the other ranks on this machine"
         lines.append(wrap(launched, width))
     return "\n".join(lines)
+
+
+def _predicted(record: RunRecord, width: int) -> Iterator[str]:
+    """Yield what a predicted step is made of, and its phases; nothing without one."""
+    step, parts, phases = record.predicted, record.predicted.parts or {}, record.predicted.phases or {}
+    if not step.step_seconds or not step.low or not step.high:
+        return
+    times = [f"{three_digits(1e3 * seconds)} ms" for seconds in (step.step_seconds, step.low, step.high)]
+    yield wrap(f"predicted: a step of {times[0]} ({times[1]} to {times[2]}), bound by {step.bound_by}", width)
+    for title, seconds in (("made of", parts), ("phases", {PHASES.get(name, name): of for name, of in phases.items()})):
+        rows = [[name, three_digits(1e3 * of), f"{of / sum(seconds.values()):.1%}"] for name, of in seconds.items()]
+        yield drawn([title, "ms", "share"], rows, width, words=[title])
+    if step.guessed_bytes:
+        yield wrap(f"{size_text(step.guessed_bytes)} that kernels move in this step are a guess", width)
 
 
 def of_program(record: RunRecord, width: int) -> str:
