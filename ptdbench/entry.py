@@ -171,8 +171,8 @@ def plan(arguments: argparse.Namespace) -> int:
             echo(f"cached       {plural(made.cached, 'row')} planned earlier (plan --again plans anew)")
         if measure := virtual.measuring(records):
             timed = any(record.predicted.step_seconds for record in records)
-            told = "those that may be the fastest" if timed else "those that fit, as no time is predicted"
-            echo(f"To find the fastest, measure {told}:\n{measure}")
+            told = "Measure what may be the fastest" if timed else "No time is predicted: measure those that fit"
+            echo(f"{told}:\n{measure}")
     if made.stopped:
         raise made.stopped
     return int(all(one["status"] != "ok" for one in made.records))

@@ -162,6 +162,10 @@ COLUMNS = (
             applies=lambda rows: any(len(row.run.nodes) > 1 for row in rows)),
     _figure("batch", "batch", attrgetter("run.global_batch"), in_title="batch {}".format),
     *(planned(heading) for heading in virtual.PLANNED if heading not in ("allocated", "reserved")),  # those below
+    _figure("predicted ms", "predicted_ms", attrgetter("run.predicted.step_seconds"), _milliseconds, scale=1e3,
+            field="predicted", tables=("file", "page"), drop_order=4),
+    _figure("bound by", "bound_by", attrgetter("run.predicted.bound_by"), is_text=True, tables=("file", "page"),
+            drop_order=3),
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",
            higher_is_better=True),
     _figure("{unit}/s/{device}", "throughput_per_device", _rate_per_device, three_digits, higher_is_better=True,
