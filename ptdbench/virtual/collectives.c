@@ -179,17 +179,10 @@ static ncclResult_t collective(enum what what, const void *from, void *to, size_
     ncclResult_t error = exchange(c, &call, from, to);
     if (error) return error;
     size_t sent = sent_bytes(c, &call), received = received_bytes(c, &call), bytes = sent > received ? sent : received;
-    enqueue(stream, &(struct work){.kind = KERNEL,
-                                   .name = kernels[what],
-                                   .bytes = bytes,
-                                   .grid = {16, 1, 1},
-                                   .block = {640, 1, 1},
-                                   .operation = c->ranks > 1 ? operations[what] : NULL,
-                                   .detail = {.dims = {c->ranks, c->rank, root},
-                                              .dtype = NUMBER_OF(type),
-                                              .operation = what,
-                                              .sequence = c->messages++,
-                                              .communicator = c->number}});
+    struct detail detail = {.dims = {c->ranks, c->rank, root}, .dtype = NUMBER_OF(type), .operation = what,
+                            .sequence = c->messages++, .communicator = c->number};
+    enqueue(stream, &(struct work){KERNEL, kernels[what], bytes, {16, 1, 1}, {640, 1, 1}, 0,
+                                   c->ranks > 1 ? operations[what] : NULL, detail});
     return ncclSuccess;
 }
 

@@ -32,12 +32,8 @@ API cudnnStatus_t cudnnGetProperty(libraryPropertyType which, int *value) {
 
 static cudnnStatus_t run(cudnnHandle_t handle, const char *name, size_t bytes, struct detail detail) {
     if (!bytes) detail.flags |= GUESSED;
-    enqueue(handle->stream, &(struct work){.kind = KERNEL,
-                                           .name = name,
-                                           .bytes = bytes,
-                                           .grid = {device()->multiprocessors, 1, 1},
-                                           .block = {384, 1, 1},
-                                           .detail = detail});
+    dim3 grid = {device()->multiprocessors, 1, 1}, block = {384, 1, 1};
+    enqueue(handle->stream, &(struct work){KERNEL, name, bytes, grid, block, .detail = detail});
     return CUDNN_STATUS_SUCCESS;
 }
 

@@ -108,12 +108,7 @@ static cudaError_t start(const char *name, const struct kernel *kernel, dim3 gri
     if (arguments && kernel) compute(kernel->recipe, arguments);
     struct detail detail = {0};
     size_t bytes = bytes_of_call(kernel ? kernel->family : NULL, arguments, grid, block, &detail);
-    enqueue(stream, &(struct work){.kind = KERNEL,
-                                   .name = name,
-                                   .bytes = bytes,
-                                   .grid = grid,
-                                   .block = block,
-                                   .detail = detail});
+    enqueue(stream, &(struct work){KERNEL, name, bytes, grid, block, .detail = detail});
     return cudaSuccess;
 }
 

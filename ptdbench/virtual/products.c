@@ -8,21 +8,16 @@
 
 /* ---- a product ---- */
 
-enum arithmetic { FP64, FP32, TF32, BF16, FP16, FP8 };
-
-static enum arithmetic arithmetic_of(cudaDataType type, bool tf32) {
+/* NCCL's number of the type in which a product is computed, or that of TF32. */
+static int arithmetic_of(cudaDataType type, bool tf32) {
     switch (type) {
-    case CUDA_R_64F: return FP64;
-    case CUDA_R_16F: return FP16;
-    case CUDA_R_16BF: return BF16;
+    case CUDA_R_64F: return ncclFloat64;
+    case CUDA_R_16F: return ncclFloat16;
+    case CUDA_R_16BF: return ncclBfloat16;
     case CUDA_R_8F_E4M3:
-    case CUDA_R_8F_E5M2: return FP8;
-    default: return tf32 ? TF32 : FP32;
+    case CUDA_R_8F_E5M2: return FP8_NUMBER;
+    default: return tf32 ? TF32_NUMBER : ncclFloat32;
     }
-}
-
-static size_t bytes_of(enum arithmetic type) {
-    return type == FP64 ? 8 : type == FP8 ? 1 : type == BF16 || type == FP16 ? 2 : 4;
 }
 
 const char *kept(const char *text) {
@@ -45,37 +40,26 @@ const char *kept(const char *text) {
 
 /* A product of column-major matrices, as cuBLAS has them: the result has m rows, n columns and the type `result`. */
 struct product {
-    enum arithmetic type;
+    int type;
     cudaDataType result;
     double m, n, k, batch;
     bool transposed_a, transposed_b, accumulates;
     int epilogue;
 };
 
-/* By NCCL's numbers, which have none for TF32. */
-static uint8_t dtype_of(enum arithmetic type) {
-    static const uint8_t types[] = {ncclFloat64, ncclFloat32, TF32_NUMBER, ncclBfloat16, ncclFloat16, FP8_NUMBER};
-    return NUMBER_OF(types[type]);
-}
-
 static cublasStatus_t product(cudaStream_t stream, struct product p) {
+    static const char *const names[] = {[ncclFloat64] = "f64",   [ncclFloat32] = "f32", [TF32_NUMBER] = "tf32",
+                                        [ncclBfloat16] = "bf16", [ncclFloat16] = "f16", [FP8_NUMBER] = "f8"};
     char name[128];
-    enum arithmetic result = arithmetic_of(p.result, false);
-    size_t of_result = bytes_of(result) * (p.accumulates ? 2 : 1);
-    size_t bytes = p.batch * (bytes_of(p.type) * (p.m * p.k + p.k * p.n) + of_result * p.m * p.n);
-    snprintf(name, sizeof name, "virtual_gemm_%s m%.0f n%.0f k%.0f b%.0f",
-             (const char *[]){"f64", "f32", "tf32", "bf16", "f16", "f8"}[p.type], p.m, p.n, p.k, p.batch);
-    enqueue(stream, &(struct work){.kind = KERNEL,
-                                   .name = kept(name),
-                                   .bytes = bytes,
-                                   .grid = {device()->multiprocessors, 1, 1},
-                                   .block = {384, 1, 1},
-                                   .flops = 2 * p.m * p.n * p.k * p.batch,
-                                   .detail = {.dims = {p.m, p.n, p.k, p.batch, p.epilogue},
-                                              .flags = p.accumulates ? ACCUMULATES : 0,
-                                              .dtype = dtype_of(p.type),
-                                              .result = dtype_of(result),
-                                              .layout = 2 * p.transposed_a + p.transposed_b}});
+    int result = arithmetic_of(p.result, false);
+    size_t of_result = size_of(result) * (p.accumulates ? 2 : 1);
+    snprintf(name, sizeof name, "virtual_gemm_%s m%.0f n%.0f k%.0f b%.0f", names[p.type], p.m, p.n, p.k, p.batch);
+    struct detail detail = {{p.m, p.n, p.k, p.batch, p.epilogue}, p.accumulates ? ACCUMULATES : 0, NUMBER_OF(p.type),
+                            NUMBER_OF(result), 2 * p.transposed_a + p.transposed_b};
+    enqueue(stream, &(struct work){KERNEL, kept(name),
+                                   p.batch * (size_of(p.type) * (p.m * p.k + p.k * p.n) + of_result * p.m * p.n),
+                                   {device()->multiprocessors, 1, 1}, {384, 1, 1}, 2 * p.m * p.n * p.k * p.batch, NULL,
+                                   detail});
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -132,7 +116,7 @@ API cublasStatus_t cublasSgemm_v2(SIZES, const float *alpha, const float *a, int
 
 API cublasStatus_t cublasDgemm_v2(SIZES, const double *alpha, const double *a, int lda, const double *b, int ldb,
                                   const double *beta, double *c, int ldc) {
-    return PRODUCT(FP64, CUDA_R_64F, 1);
+    return PRODUCT(ncclFloat64, CUDA_R_64F, 1);
 }
 
 API cublasStatus_t cublasSgemmStridedBatched(SIZES, const float *alpha, const float *a, int lda, long long step_a,
@@ -144,7 +128,7 @@ API cublasStatus_t cublasSgemmStridedBatched(SIZES, const float *alpha, const fl
 API cublasStatus_t cublasDgemmStridedBatched(SIZES, const double *alpha, const double *a, int lda, long long step_a,
                                              const double *b, int ldb, long long step_b, const double *beta, double *c,
                                              int ldc, long long step_c, int count) {
-    return PRODUCT(FP64, CUDA_R_64F, count);
+    return PRODUCT(ncclFloat64, CUDA_R_64F, count);
 }
 
 static bool fast(cublasComputeType_t type) { return type == CUBLAS_COMPUTE_32F_FAST_TF32; }

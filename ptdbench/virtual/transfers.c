@@ -77,23 +77,17 @@ static ncclResult_t carry_out(int count) {
         ncclComm_t c = t->comm;
         size_t of_one = t->count * size_of(t->type);
         count_message(t->what == SEND ? "send" : "recv", of_one);
-        log_transfer(&(struct detail){.dims = {c->ranks, c->rank, t->peer},
-                                      .dtype = NUMBER_OF(t->type),
-                                      .operation = t->what,
-                                      .sequence = t->what == SEND ? c->sent[t->peer]++ : c->received[t->peer]++,
-                                      .communicator = c->number},
-                     of_one, stream_id(t->stream));
+        uint32_t *number = t->what == SEND ? &c->sent[t->peer] : &c->received[t->peer];
+        struct detail detail = {.dims = {c->ranks, c->rank, t->peer}, .dtype = NUMBER_OF(t->type),
+                                .operation = t->what, .sequence = (*number)++, .communicator = c->number};
+        log_work(&(struct work){TRANSFER, NULL, of_one, .detail = detail}, stream_id(t->stream));
         bytes += of_one;
     }
     ncclComm_t c = transfers[0].comm;
-    enqueue(transfers[0].stream, &(struct work){.kind = KERNEL,
-                                                .name = kernel,
-                                                .bytes = bytes,
-                                                .grid = {2 * count, 1, 1},
-                                                .block = {640, 1, 1},
-                                                .detail = {.dims = {c->ranks, c->rank, transfers[0].peer, count},
-                                                           .operation = transfers[0].what,
-                                                           .communicator = c->number}});
+    struct detail detail = {.dims = {c->ranks, c->rank, transfers[0].peer, count}, .operation = transfers[0].what,
+                            .communicator = c->number};
+    enqueue(transfers[0].stream,
+            &(struct work){KERNEL, kernel, bytes, {2 * count, 1, 1}, {640, 1, 1}, .detail = detail});
     return ncclSuccess;
 }
 

@@ -69,7 +69,7 @@ void forget(char *address, size_t bytes);         /* the same for any memory fro
 void *map(void *where, size_t bytes);             /* host memory that is not committed until it is written */
 
 /* streams.c */
-enum work_kind { KERNEL, COPY, SET };
+enum work_kind { KERNEL, COPY, SET, TRANSFER }; /* the last one only in the log: a message carries it out */
 enum { DIMS = 8 };
 #define NUMBER_OF(type) ((type) + 1) /* dtypes in the log: NCCL's numbers and those below, plus 1; 0 is unknown */
 enum { FP8_NUMBER = 10, TF32_NUMBER = 12 };
@@ -82,7 +82,7 @@ struct detail {                                    /* what costs depend on, for 
 };
 struct work {
     enum work_kind kind;
-    const char *name;   /* lives as long as the process */
+    const char *name; /* lives as long as the process */
     size_t bytes;
     dim3 grid, block;
     double flops; /* of products */
@@ -91,14 +91,13 @@ struct work {
 };
 void enqueue(cudaStream_t stream, const struct work *work);
 unsigned stream_id(cudaStream_t stream);
-double now(void);                 /* nanoseconds since 1970, as in torch's profiler */
+double now(void);                          /* nanoseconds since 1970, as in torch's profiler */
 cudaGraph_t captures(cudaStream_t stream); /* the graph that the stream captures, if any */
 void set_capture(cudaStream_t stream, cudaGraph_t graph);
 void end_capture(cudaGraph_t graph); /* on all streams */
 
 /* log.c */
 void log_work(const struct work *work, unsigned stream);
-void log_transfer(const struct detail *transfer, size_t bytes, unsigned stream);
 void log_call(char kind, unsigned stream, uint64_t object); /* of a kind in log.py, with the number of an event */
 void count_operator(void);                                  /* torch has begun one in this thread */
 
