@@ -73,9 +73,8 @@ static int64_t long_at(const struct call *c, int number) { return *(int64_t *)c-
 static size_t blocks(const struct call *c) { return (size_t)c->grid.x * c->grid.y * c->grid.z; }
 
 static size_t guess(struct call *c) {
-    enum { BY_THREAD = 16 };
     c->guessed = true;
-    return blocks(c) * c->block.x * c->block.y * c->block.z * BY_THREAD;
+    return blocks(c) * c->block.x * c->block.y * c->block.z * 16;
 }
 
 /* ---- elementwise kernels: ATen/native/cuda/CUDALoops.cuh ---- */
@@ -284,7 +283,7 @@ static size_t bytes_loss(struct call *c) { return int_at(c, 6) * (sizeof(int64_t
 /* ---- kernels over lists of tensors: ATen/native/cuda/MultiTensorApply.cuh ---- */
 
 /* The metadata of a launch: addresses of each tensor in `depth` lists, and its elements; a number or address of each
- * tensor, if any; the tensor and chunk of each block. Sizes have changed with CUDA 13. */
+ * tensor, if any; the tensor and chunk of each block. Its sizes are others since CUDA 13. */
 struct lists {
     int tensors, blocks, index_bytes;
 };
@@ -333,11 +332,10 @@ static void read_lists(const char *name, struct family *f) {
     f->numbers[2] = of_scalars != NULL;
     f->numbers[1] = of_scalars ? (int)size_named(of_scalars) : strstr(name, "FusedOptimizer") ? (int)sizeof(void *) : 0;
     const char *copied = after(name, "CopyFunctor<"), *read = argument(functor, 2);
-    bool norm = strstr(name, "NormFunctor<"), zero = strstr(name, "ZeroFunctor<");
+    bool once = strstr(name, "NormFunctor<") || strstr(name, "ZeroFunctor<");
     f->sizes[0] = fused    ? size * (2 * f->tensors - 1)
                   : copied ? size + size_named(argument(copied, 1))
-                  : norm   ? size
-                  : zero   ? size
+                  : once   ? size
                            : size * (atoi(read ? read : "1") + 1);
     f->bytes = bytes_lists;
 }
@@ -451,7 +449,7 @@ static const struct {
     {"elementwise_kernel_with_index<", "{lambda(", bytes_written},
 };
 
-/* Families that are read by a function of their own. */
+/* Families that a function reads. */
 static const struct {
     const char *name;
     void (*read)(const char *, struct family *);
@@ -474,11 +472,8 @@ const struct family *family_of(const char *name) {
         if (!simple[i].type || f->sizes[0]) f->bytes = simple[i].bytes;
         return f;
     }
-    for (size_t i = 0; i < sizeof read / sizeof *read; i++) {
-        if (!strstr(name, read[i].name)) continue;
-        read[i].read(name, f);
-        return f;
-    }
+    for (size_t i = 0; i < sizeof read / sizeof *read; i++)
+        if (strstr(name, read[i].name)) return read[i].read(name, f), f;
     return f;
 }
 

@@ -1,5 +1,5 @@
 /* Kernels: those that torch's libraries register when they are loaded, and modules that Triton and NVRTC compile. Only
- * names are kept; a launch is recorded, takes an estimated time, and computes what computed.c supports.
+ * names are kept; a launch is recorded, and computes what computed.c supports.
  */
 #include "virtual.h"
 
@@ -108,13 +108,7 @@ static cudaError_t start(const char *name, const struct kernel *kernel, dim3 gri
     if (arguments && kernel) compute(kernel->recipe, arguments);
     struct detail detail = {0};
     size_t bytes = bytes_of_call(kernel ? kernel->family : NULL, arguments, grid, block, &detail);
-    enqueue(stream, &(struct work){.kind = KERNEL,
-                                   .name = name,
-                                   .nanoseconds = 1500 + memory_time(bytes),
-                                   .bytes = bytes,
-                                   .grid = grid,
-                                   .block = block,
-                                   .detail = detail});
+    enqueue(stream, &(struct work){KERNEL, name, bytes, grid, block, .detail = detail});
     return cudaSuccess;
 }
 

@@ -7,8 +7,7 @@ so torch itself is unchanged. The results are
 - exact: addresses, sizes, pages and running out of memory, hence all that torch's allocator does; the order of streams
   and events; which rank sends what to whom with NCCL; which kernels are launched with which grid; what Triton and ptxas
   compile.
-- estimated: times between events: bytes over bandwidth, FLOP over 70 % of the peak, bytes over the
-  link's rate.
+- absent: time. To the host all work is done at once; between events pass 0.1 ms for each piece of work.
 - absent: values. Kernels compute nothing, except for a few on few elements (``computed.c``), by layouts private to
   torch: each of these is tested once per version of torch and disabled if it fails (``selftest.py``). Copies of more
   than 1 MiB, collectives of more than 64 KiB, and messages of more than 16 KiB arrive as zeros.

@@ -87,27 +87,13 @@ static void write_record(struct record r, const char *name) {
 void log_work(const struct work *w, unsigned stream) {
     if (!file) return;
     const struct detail *d = &w->detail;
-    struct record r = {.kind = d->communicator ? 'N' : "KCS"[w->kind],
-                       .flags = d->flags,
-                       .stream = stream,
-                       .bytes = w->bytes,
-                       .object = d->communicator,
-                       .grid = {w->grid.x, w->grid.y, w->grid.z},
-                       .block = w->block.x * w->block.y * w->block.z,
-                       .sequence = d->sequence,
-                       .dtype = d->dtype,
-                       .result = d->result,
-                       .layout = d->layout,
+    char kind = d->communicator && w->kind == KERNEL ? 'N' : "KCST"[w->kind];
+    struct record r = {.kind = kind, .flags = d->flags, .stream = stream, .bytes = w->bytes, .object = d->communicator,
+                       .grid = {w->grid.x, w->grid.y, w->grid.z}, .block = w->block.x * w->block.y * w->block.z,
+                       .sequence = d->sequence, .dtype = d->dtype, .result = d->result, .layout = d->layout,
                        .operation = d->operation};
     memcpy(r.dims, d->dims, sizeof r.dims);
     write_record(r, w->name);
-}
-
-void log_transfer(const struct detail *d, size_t bytes, unsigned stream) {
-    struct record r = {.kind = 'T', .stream = stream, .bytes = bytes, .object = d->communicator,
-                       .sequence = d->sequence, .dtype = d->dtype, .operation = d->operation};
-    memcpy(r.dims, d->dims, sizeof r.dims);
-    if (file) write_record(r, NULL);
 }
 
 void log_call(char kind, unsigned stream, uint64_t object) {

@@ -123,14 +123,13 @@ enum { MOST_RANKS = 512 };
 API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *part, ncclConfig_t *config) {
     int32_t mine[2] = {color, key}, all[2 * MOST_RANKS];
     ncclUniqueId id = c->id, ids[MOST_RANKS];
-    double start = 0;
     *part = NULL;
     if (!c->shared) { /* a lone rank does not know the size of its part: take all */
         snprintf(strchr(id.internal, 0), sizeof id.internal - strlen(id.internal), "/%u", c->splits++);
         return join(part, c->ranks, key < c->ranks ? key : 0, &id);
     }
     if (c->ranks > MOST_RANKS) return ncclInvalidArgument;
-    ncclResult_t error = exchange(c, &(struct call){EXCHANGE, ncclInt32, 0, 0, 2}, mine, (char *)all, &start);
+    ncclResult_t error = exchange(c, &(struct call){EXCHANGE, ncclInt32, 0, 0, 2}, mine, (char *)all);
     if (error) return error;
     int ranks = 0, rank = 0, first = -1;
     for (int i = 0; i < c->ranks; i++) {
@@ -140,6 +139,6 @@ API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *par
         if (first < 0 || all[2 * i + 1] < all[2 * first + 1]) first = i;
     }
     if (color >= 0 && first == c->rank && (error = ncclGetUniqueId(&id))) return error;
-    error = exchange(c, &(struct call){EXCHANGE, ncclInt8, 0, 0, sizeof id}, &id, (char *)ids, &start);
+    error = exchange(c, &(struct call){EXCHANGE, ncclInt8, 0, 0, sizeof id}, &id, (char *)ids);
     return error || color < 0 ? error : join(part, ranks, rank, &ids[first]);
 }

@@ -1,5 +1,4 @@
-/* cuBLAS and cuBLASLt: products take a time that depends on their sizes, and do not write their results. Workspaces are
- * the caller's. */
+/* cuBLAS and cuBLASLt: products do not write their results. Workspaces are the caller's. */
 #include "virtual.h"
 
 #include <cublasLt.h>
@@ -7,28 +6,18 @@
 #include <nccl.h>
 #include <pthread.h>
 
-/* ---- the time of a product ---- */
+/* ---- a product ---- */
 
-enum { REACHED = 70 }; /* percent of the peak: a rough estimate */
-
-static double rate(enum dtype_peak type) {
-    double peak = device()->peaks[type] ? device()->peaks[type] : device()->peaks[FP32];
-    return (peak ? peak : 1e13) * REACHED / 100;
-}
-
-static enum dtype_peak peak_of(cudaDataType type, bool tf32) {
+/* NCCL's number of the type in which a product is computed, or that of TF32. */
+static int arithmetic_of(cudaDataType type, bool tf32) {
     switch (type) {
-    case CUDA_R_64F: return FP64;
-    case CUDA_R_16F: return FP16;
-    case CUDA_R_16BF: return BF16;
+    case CUDA_R_64F: return ncclFloat64;
+    case CUDA_R_16F: return ncclFloat16;
+    case CUDA_R_16BF: return ncclBfloat16;
     case CUDA_R_8F_E4M3:
-    case CUDA_R_8F_E5M2: return FP8;
-    default: return tf32 ? TF32 : FP32;
+    case CUDA_R_8F_E5M2: return FP8_NUMBER;
+    default: return tf32 ? TF32_NUMBER : ncclFloat32;
     }
-}
-
-static size_t bytes_of(enum dtype_peak type) {
-    return type == FP64 ? 8 : type == FP8 ? 1 : type == BF16 || type == FP16 ? 2 : 4;
 }
 
 const char *kept(const char *text) {
@@ -51,39 +40,26 @@ const char *kept(const char *text) {
 
 /* A product of column-major matrices, as cuBLAS has them: the result has m rows, n columns and the type `result`. */
 struct product {
-    enum dtype_peak type;
+    int type;
     cudaDataType result;
     double m, n, k, batch;
     bool transposed_a, transposed_b, accumulates;
     int epilogue;
 };
 
-/* By NCCL's numbers, which have none for TF32. */
-static uint8_t dtype_of(enum dtype_peak type) {
-    static const uint8_t types[] = {ncclFloat64, ncclFloat32, TF32_NUMBER, ncclBfloat16, ncclFloat16, FP8_NUMBER};
-    return NUMBER_OF(types[type]);
-}
-
 static cublasStatus_t product(cudaStream_t stream, struct product p) {
+    static const char *const names[] = {[ncclFloat64] = "f64",   [ncclFloat32] = "f32", [TF32_NUMBER] = "tf32",
+                                        [ncclBfloat16] = "bf16", [ncclFloat16] = "f16", [FP8_NUMBER] = "f8"};
     char name[128];
-    enum dtype_peak result = peak_of(p.result, false);
-    size_t of_result = bytes_of(result) * (p.accumulates ? 2 : 1);
-    size_t bytes = p.batch * (bytes_of(p.type) * (p.m * p.k + p.k * p.n) + of_result * p.m * p.n);
-    double flops = 2 * p.m * p.n * p.k * p.batch, arithmetic = flops / rate(p.type) * 1e9, memory = memory_time(bytes);
-    snprintf(name, sizeof name, "virtual_gemm_%s m%.0f n%.0f k%.0f b%.0f",
-             (const char *[]){"f64", "f32", "tf32", "bf16", "f16", "f8"}[p.type], p.m, p.n, p.k, p.batch);
-    enqueue(stream, &(struct work){.kind = KERNEL,
-                                   .name = kept(name),
-                                   .nanoseconds = 2e3 + (arithmetic > memory ? arithmetic : memory),
-                                   .bytes = bytes,
-                                   .grid = {device()->multiprocessors, 1, 1},
-                                   .block = {384, 1, 1},
-                                   .flops = flops,
-                                   .detail = {.dims = {p.m, p.n, p.k, p.batch, p.epilogue},
-                                              .flags = p.accumulates ? ACCUMULATES : 0,
-                                              .dtype = dtype_of(p.type),
-                                              .result = dtype_of(result),
-                                              .layout = 2 * p.transposed_a + p.transposed_b}});
+    int result = arithmetic_of(p.result, false);
+    size_t of_result = size_of(result) * (p.accumulates ? 2 : 1);
+    snprintf(name, sizeof name, "virtual_gemm_%s m%.0f n%.0f k%.0f b%.0f", names[p.type], p.m, p.n, p.k, p.batch);
+    struct detail detail = {{p.m, p.n, p.k, p.batch, p.epilogue}, p.accumulates ? ACCUMULATES : 0, NUMBER_OF(p.type),
+                            NUMBER_OF(result), 2 * p.transposed_a + p.transposed_b};
+    enqueue(stream, &(struct work){KERNEL, kept(name),
+                                   p.batch * (size_of(p.type) * (p.m * p.k + p.k * p.n) + of_result * p.m * p.n),
+                                   {device()->multiprocessors, 1, 1}, {384, 1, 1}, 2 * p.m * p.n * p.k * p.batch, NULL,
+                                   detail});
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -135,24 +111,24 @@ API const char *cublasGetStatusName(cublasStatus_t status) {
 
 API cublasStatus_t cublasSgemm_v2(SIZES, const float *alpha, const float *a, int lda, const float *b, int ldb,
                                   const float *beta, float *c, int ldc) {
-    return PRODUCT(peak_of(CUDA_R_32F, tf32(handle)), CUDA_R_32F, 1);
+    return PRODUCT(arithmetic_of(CUDA_R_32F, tf32(handle)), CUDA_R_32F, 1);
 }
 
 API cublasStatus_t cublasDgemm_v2(SIZES, const double *alpha, const double *a, int lda, const double *b, int ldb,
                                   const double *beta, double *c, int ldc) {
-    return PRODUCT(FP64, CUDA_R_64F, 1);
+    return PRODUCT(ncclFloat64, CUDA_R_64F, 1);
 }
 
 API cublasStatus_t cublasSgemmStridedBatched(SIZES, const float *alpha, const float *a, int lda, long long step_a,
                                              const float *b, int ldb, long long step_b, const float *beta, float *c,
                                              int ldc, long long step_c, int count) {
-    return PRODUCT(peak_of(CUDA_R_32F, tf32(handle)), CUDA_R_32F, count);
+    return PRODUCT(arithmetic_of(CUDA_R_32F, tf32(handle)), CUDA_R_32F, count);
 }
 
 API cublasStatus_t cublasDgemmStridedBatched(SIZES, const double *alpha, const double *a, int lda, long long step_a,
                                              const double *b, int ldb, long long step_b, const double *beta, double *c,
                                              int ldc, long long step_c, int count) {
-    return PRODUCT(FP64, CUDA_R_64F, count);
+    return PRODUCT(ncclFloat64, CUDA_R_64F, count);
 }
 
 static bool fast(cublasComputeType_t type) { return type == CUBLAS_COMPUTE_32F_FAST_TF32; }
@@ -160,7 +136,7 @@ static bool fast(cublasComputeType_t type) { return type == CUBLAS_COMPUTE_32F_F
 API cublasStatus_t cublasGemmEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda, const void *b,
                                 cudaDataType type_b, int ldb, const void *beta, void *c, cudaDataType type_c, int ldc,
                                 cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
-    return PRODUCT(peak_of(type_a, fast(compute) || tf32(handle)), type_c, 1);
+    return PRODUCT(arithmetic_of(type_a, fast(compute) || tf32(handle)), type_c, 1);
 }
 
 API cublasStatus_t cublasGemmStridedBatchedEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda,
@@ -168,7 +144,7 @@ API cublasStatus_t cublasGemmStridedBatchedEx(SIZES, const void *alpha, const vo
                                               long long step_b, const void *beta, void *c, cudaDataType type_c, int ldc,
                                               long long step_c, int count, cublasComputeType_t compute,
                                               cublasGemmAlgo_t algorithm) {
-    return PRODUCT(peak_of(type_a, fast(compute) || tf32(handle)), type_c, count);
+    return PRODUCT(arithmetic_of(type_a, fast(compute) || tf32(handle)), type_c, count);
 }
 
 /* ---- cuBLASLt: descriptors, of which only sizes and types are kept ---- */
@@ -255,7 +231,7 @@ API cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t 
     const struct description *d = (const struct description *)description;
     const struct layout *left = (const struct layout *)layout_a, *out = (const struct layout *)layout_result;
     uint64_t inner = d->transposed_a == CUBLAS_OP_N ? left->columns : left->rows;
-    return product(stream, (struct product){peak_of(left->type, fast(d->compute)), out->type, out->rows, out->columns, inner,
+    return product(stream, (struct product){arithmetic_of(left->type, fast(d->compute)), out->type, out->rows, out->columns, inner,
                                             out->batch > 0 ? out->batch : 1, d->transposed_a != CUBLAS_OP_N,
                                             d->transposed_b != CUBLAS_OP_N,
                                             adds(beta, d->compute == CUBLAS_COMPUTE_64F), d->epilogue});

@@ -37,15 +37,13 @@
 static inline size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 /* device.c: the GPU model, the devices that the process sees, and which process may use them. */
-enum dtype_peak { FP64, FP32, TF32, BF16, FP16, FP8, PEAKS };
 struct device {
     char name[128];
     size_t memory, allocatable, context, l2, shared_memory; /* bytes, like all sizes */
     int major, minor, multiprocessors, bus_width;
-    double bandwidth, link;     /* bytes/s */
+    double link;                /* bytes/s */
     double clock, memory_clock; /* Hz */
     double power;               /* W */
-    double peaks[PEAKS];        /* FLOP/s */
 };
 const struct device *device(void);
 int machine_count(void);   /* devices of the machine */
@@ -71,7 +69,7 @@ void forget(char *address, size_t bytes);         /* the same for any memory fro
 void *map(void *where, size_t bytes);             /* host memory that is not committed until it is written */
 
 /* streams.c */
-enum work_kind { KERNEL, COPY, SET };
+enum work_kind { KERNEL, COPY, SET, TRANSFER }; /* the last one only in the log: a message carries it out */
 enum { DIMS = 8 };
 #define NUMBER_OF(type) ((type) + 1) /* dtypes in the log: NCCL's numbers and those below, plus 1; 0 is unknown */
 enum { FP8_NUMBER = 10, TF32_NUMBER = 12 };
@@ -84,8 +82,7 @@ struct detail {                                    /* what costs depend on, for 
 };
 struct work {
     enum work_kind kind;
-    const char *name;   /* lives as long as the process */
-    double nanoseconds; /* duration on the device */
+    const char *name; /* lives as long as the process */
     size_t bytes;
     dim3 grid, block;
     double flops; /* of products */
@@ -94,17 +91,13 @@ struct work {
 };
 void enqueue(cudaStream_t stream, const struct work *work);
 unsigned stream_id(cudaStream_t stream);
-double stream_end(cudaStream_t stream); /* when its queued work ends, in nanoseconds on the clock of now() */
-void start_not_before(cudaStream_t stream, double time);
-double now(void);                 /* nanoseconds since 1970, as in torch's profiler */
-double memory_time(size_t bytes); /* nanoseconds to read or write */
+double now(void);                          /* nanoseconds since 1970, as in torch's profiler */
 cudaGraph_t captures(cudaStream_t stream); /* the graph that the stream captures, if any */
 void set_capture(cudaStream_t stream, cudaGraph_t graph);
 void end_capture(cudaGraph_t graph); /* on all streams */
 
 /* log.c */
 void log_work(const struct work *work, unsigned stream);
-void log_transfer(const struct detail *transfer, size_t bytes, unsigned stream);
 void log_call(char kind, unsigned stream, uint64_t object); /* of a kind in log.py, with the number of an event */
 void count_operator(void);                                  /* torch has begun one in this thread */
 

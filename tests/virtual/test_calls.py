@@ -48,18 +48,8 @@ def test_small_copies_are_exact_and_large_ones_zeros(answers):
     assert copies["outside"] == INVALID
 
 
-def milliseconds(size: int) -> float:
-    """How long a memset takes, by its bytes: 2 microseconds and the device's bandwidth."""
-    return 2e-3 + size / DEVICE.bandwidth * 1e3
-
-
-def test_clocks_follow_work_and_the_host_does_not_wait(answers):
-    clocks = answers["clocks"]
-    assert clocks["same_stream"] == pytest.approx(milliseconds(2 * GIB), abs=1e-3)
-    assert clocks["after_waiting"] == pytest.approx(milliseconds(GIB), abs=1e-3)
-    assert 0 < clocks["beside"] <= milliseconds(8 * GIB), "a stream that has nothing to do does not wait"
-    assert clocks["never"] == BAD_HANDLE
-    assert answers["clocks"]["while_busy"] == [0, 0]
+def test_events_count_work_which_takes_no_time(answers):
+    assert answers["clocks"] == {"milliseconds": pytest.approx(3 * 0.1), "never": BAD_HANDLE, "queries": [0, 0]}
 
 
 def test_unimplemented_call_fails_and_is_named_once(answers):
