@@ -115,8 +115,8 @@ def ledger(of: Sequence[Row]) -> str:
             (
                 row.name, f"{row.torch}, {row.log.facts['torch']}", f"{1e3 * row.seconds:.1f}",
                 f"{1e3 * row.prediction.seconds:.1f}", f"{row.error:+.1%}", row.prediction.bound_by,
-                f"{row.prediction.guessed_bytes / 1e9:.1f}", f"{anchored[row.name]:+.1%}",
-                f"{constant[row.name]:+.1%}",
+                f"{row.prediction.guessed_bytes / 1e9:.1f}", "-" if row is anchor else f"{anchored[row.name]:+.1%}",
+                "-" if row is anchor else f"{constant[row.name]:+.1%}",
             )
             for row in of
         ],
