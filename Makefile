@@ -24,7 +24,7 @@ WHEELS ?=
 .DEFAULT_GOAL := help
 # A .venv that could not be made, as without Debian's python3-venv, is made again.
 .DELETE_ON_ERROR:
-.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead launch-time model-speed train-for-real plan-truth memory-truth ranks-truth parity-matrix virtual-truth virtual-step any-program attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead launch-time model-speed train-for-real plan-truth memory-truth ranks-truth parity-matrix virtual-truth time-truth any-program attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -87,7 +87,7 @@ parity-matrix: install  ## does every layout compute the same numbers under ever
 virtual-truth: install  ## memory on virtual GPUs against real ones; ARGS=layouts: does every layout run; docs/virtual.md
 	$(BENCHMARK)
 
-virtual-step: install  ## kernels, bytes, FLOPs and memory of a training step on a virtual GPU: ours, nanoGPT's and transformers'
+time-truth: install  ## predicted steps beside measured ones: docs/ledger.md; ARGS=--record
 	$(BENCHMARK)
 
 any-program: install  ## do programs of other libraries run on virtual GPUs: docs/any-program.md; ARGS="--sources FOLDER"

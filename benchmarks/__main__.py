@@ -23,7 +23,7 @@ TARGETS: dict[str, tuple[int, dict[str, str]]] = {
     **{
         target: (1, {"": target.replace("-", "_")})
         for target in (
-            "launch-time", "model-speed", "train-for-real", "plan-truth", "memory-truth", "ranks-truth", "virtual-step",
+            "launch-time", "model-speed", "train-for-real", "plan-truth", "memory-truth", "ranks-truth", "time-truth",
             "attack", "any-program",
         )
     },

@@ -62,7 +62,7 @@ def of_readme() -> dict[str, str]:
     figures = [[figure[field] for field in fields] for figure in results["figures"].values()]
     tables = {name: drawn(table["columns"], table["rows"]) for name, table in results["tables"].items()}
     speeds = drawn(
-        ("model, samples, `compile`", "tokens/s", "MFU", "step ms", "estimated", "GiB", "virtual"),
+        ("model, samples, `compile`", "tokens/s", "MFU", "step ms", "GiB", "virtual"),
         _speeds(json.loads((FOLDER / "gpu/NVIDIA-H200.json").read_text()), results["known without a GPU"]),
     )
     of_gpu_check = yaml.safe_load((FOLDER / "gpu_check/parts.yaml").read_text())
@@ -75,18 +75,17 @@ def of_readme() -> dict[str, str]:
     }
 
 
-def _speeds(found: Any, known: dict[str, list[str]]) -> Iterable[list[str]]:
-    """Draw rows of one device's runs, beside what was known without it: estimated ms, and GiB on a virtual one."""
+def _speeds(found: Any, known: dict[str, str]) -> Iterable[list[str]]:
+    """Draw rows of one device's runs, beside its GiB on a virtual one."""
     for check in (check for part in SPEEDS for check in found["parts"][part]["checks"]):
         figures = check["figures"]
         if check["name"] == "goal" or "mfu" not in figures:
             continue
         options = dict(word.split("=", 1) for word in figures["overrides"])
         run = f"{options['model']}, {options['train.global_batch']}, `{options['compile']}`"
-        estimate, virtual = known[run]
         rate, mfu, step = figures["tokens_per_second"], figures["mfu"], figures["step_seconds"]
         measured = f"{rate:,.0f}", f"{100 * mfu:.1f} %", f"{1e3 * step:.1f}"
-        yield [run, *measured, estimate, f"{figures['peak_memory_bytes'] / 2**30:.2f}", virtual]
+        yield [run, *measured, f"{figures['peak_memory_bytes'] / 2**30:.2f}", known[run]]
 
 
 def pages() -> dict[Path, str]:

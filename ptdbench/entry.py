@@ -170,7 +170,9 @@ def plan(arguments: argparse.Namespace) -> int:
         if made.cached:
             echo(f"cached       {plural(made.cached, 'row')} planned earlier (plan --again plans anew)")
         if measure := virtual.measuring(records):
-            echo(f"A plan has no times. To find the fastest, measure those that fit:\n{measure}")
+            timed = any(record.predicted.step_seconds for record in records)
+            told = "Measure what may be the fastest" if timed else "No time is predicted: measure those that fit"
+            echo(f"{told}:\n{measure}")
     if made.stopped:
         raise made.stopped
     return int(all(one["status"] != "ok" for one in made.records))

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import convert, structs
 
 from ptdbench.files import strict
+from ptdbench.launch import settings
 from ptdbench.measure.memory import host_memory
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import module_of
@@ -21,6 +22,7 @@ from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import StateBytes, footprints
 from ptdbench.parallel.precision import DTYPES
+from ptdbench.planning import step_time
 from ptdbench.planning.classes import classes, merged
 from ptdbench.planning.search import Search
 from ptdbench.planning.tries import (
@@ -33,14 +35,16 @@ from ptdbench.planning.tries import (
     stand_in,
     try_options,
 )
+from ptdbench.prediction import log
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import failure, schema, store
-from ptdbench.records.schema import Plan, Record, Try
+from ptdbench.records.schema import Plan, Predicted, Record, Try
 from ptdbench.report.display import Heading, headed
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
 from ptdbench.setup.run_spec import RunSpec
 from ptdbench.units import gib_text
+from ptdbench.virtual.watch import LOGS
 
 #: Allocatable bytes while needs are determined, so that a run that does not fit still reports its need.
 _ROOMY = 1 << 40
@@ -178,6 +182,9 @@ class _Virtual:
         self._layouts = layouts(spec.training, is_free=request.sets_batch)
         self._held = held(spec.training, self._layouts)
         self._records: dict[int, Record] = {}
+        stages = {spec.training.layout.dims.stage(rank) for rank in self._classes}
+        self._no_time = step_time.obstacle(spec, len(stages))
+        self._logs: list[log.Log] = []  # of the last profiled run
 
     def fields(self) -> dict[str, object]:
         """Run the requested micro-batch, or one that fits, and search for the largest."""
@@ -223,7 +230,8 @@ class _Virtual:
         It has no account of virtual GPUs if they were out of memory.
         """
         step = stand_in(self._training, self._layouts[micro_batch])
-        ranks, records = list(self._classes), list[Record]()
+        ranks, records, logs = list(self._classes), list[Record](), list[log.Log]()
+        is_logged = profiled and self._no_time is None
         cores = 1 if profiled else self._request.cores  # the profiler's events of a large model take half a gigabyte
         for start in range(0, len(ranks), cores):
             config = self._short.changed(
@@ -238,15 +246,18 @@ class _Virtual:
             fields = {**self._spec.summary.fields, "layout": step.as_dict()}
             with tempfile.TemporaryDirectory(prefix="ptdbench-plan-") as folder:
                 open_try(Path(folder), config, fields)
-                with headed(Heading(f"{self._request.title} · micro-batch {micro_batch}")):
+                title = headed(Heading(f"{self._request.title} · micro-batch {micro_batch}"))
+                with title, settings.added({LOGS: f"{folder}/logs"} if is_logged else {}):
                     self._request.execute(Path(folder))
                 written = store.load_record(Path(folder))
+                logs += log.read(Path(folder, "logs"))
             is_out_of_memory = written["status"] == "oom" and failure.is_of_gpu(schema.error(written))
             if written["status"] != "ok" and not is_out_of_memory:
                 raise Failed(written)
             records.append(convert(written, Record))
             if is_out_of_memory:
                 return structs.replace(records[-1], virtual=None)
+        self._logs = logs or self._logs
         return merged(records, self._classes)
 
     def _planned(self, shown: int, search: Search) -> dict[str, object]:
@@ -276,7 +287,15 @@ class _Virtual:
         elif sum(attempt.needed_bytes is not None for attempt in search.tries) > 1:
             planned.needed_bytes = int(search.predicted(shown))
         shortfall = "" if planned.fits else self._shortfall(shown, planned.needed_bytes, search)
-        return {**fields, **_as_planned(layout, planned, shortfall)}
+        timed = {"predicted": self._predicted(layout)} if planned.fits else {}
+        return {**fields, **_as_planned(layout, planned, shortfall), **timed}
+
+    def _predicted(self, layout: BatchPlan) -> Predicted:
+        """Return the step of the last run that was profiled, with the passes of a layout."""
+        if self._no_time or not self._logs:
+            return Predicted(reason=self._no_time or "no log was written")
+        is_whole = stand_in(self._training, layout) == layout
+        return step_time.predicted(self._logs, self._spec, layout, None if is_whole else layout.accumulation)
 
     def _shortfall(self, shown: int, needed: int | None, search: Search) -> str:
         """Return the message about what does not fit, and what would."""

@@ -330,6 +330,6 @@ def _may_change(package: str) -> bool:
 def _package() -> str:
     """Return a digest of ptdbench's own files."""
     folder, digest = Path(compose.__file__).parents[1], sha256()
-    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c"), *folder.rglob("*.h")]):
+    for path in sorted(path for suffix in ("py", "c", "h", "csv") for path in folder.rglob(f"*.{suffix}")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -50,6 +50,7 @@ class RunRecord(Record, kw_only=True, eq=False):
     virtual: schema.Virtual = field(default_factory=schema.Virtual)
     micro_batch: schema.MicroBatch = field(default_factory=schema.MicroBatch)
     plan: schema.Plan = field(default_factory=schema.Plan)
+    predicted: schema.Predicted = field(default_factory=schema.Predicted)
     experts: schema.Experts = field(default_factory=schema.Experts)
     #: The record as it is written, with fields that only a user's workload knows.
     written: Draft = field(default_factory=dict)

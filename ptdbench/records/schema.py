@@ -209,7 +209,6 @@ class Virtual(Struct):
     """
 
     device: str | None = None  #: The name of the GPUs, which begins with ``virtual``.
-    real_time: bool | None = None  #: Whether kernels took time, by a crude model.
     ranks: list[Count] | None = None  #: The ranks that were run.
     allocated_bytes: list[Count] | None = None  #: Peak memory allocated by PyTorch.
     #: The step of this peak, from 1; of a program of one's own.
@@ -290,6 +289,25 @@ class Plan(Struct):
     #: ``outside.samples``.
     accumulation: Degree | None = None
     reason: str | None = None  #: Why only the training state is known.
+
+
+class Predicted(Struct):
+    """The time of a step, predicted by ``ptdbench plan``; nothing was measured."""
+
+    step_seconds: Quantity | None = None  #: Duration of a step.
+    low: Quantity | None = None  #: The shortest duration that is likely, without a measured run to compare with.
+    high: Quantity | None = None  #: The longest one.
+    tokens_per_second: Quantity | None = None  #: Throughput over all ranks; null if samples are not token sequences.
+    samples_per_second: Quantity | None = None  #: Throughput over all ranks.
+    mfu: Quantity | None = None  #: As in ``metrics.mfu``.
+    #: What takes most of the step: ``products``, ``attention``, ``memory``, ``messages``, ``bubble`` or ``host``.
+    bound_by: str | None = None
+    parts: dict[str, Amount] | None = None  #: Seconds of each of these on the busiest rank; they add up to the step.
+    phases: dict[str, Amount] | None = None  #: Seconds of the phases of that rank's step, as of a measured one.
+    errors: dict[str, Amount] | None = None  #: The error of the costs of each, one standard deviation as a share.
+    guessed_bytes: Count | None = None  #: Bytes that kernels of that rank move by a guess.
+    anchor: str | None = None  #: The measured run that sets the level of the device; null without one.
+    reason: str | None = None  #: Why there is no prediction.
 
 
 class Experts(Struct):
@@ -496,6 +514,7 @@ class Record(Identity):
     virtual: Virtual | None = None  #: Results of a run on virtual GPUs; null for any other run.
     micro_batch: MicroBatch | None = None  #: How the micro-batch was found; null if it was given.
     plan: Plan | None = None  #: What the run will need; null unless it was only planned.
+    predicted: Predicted | None = None  #: How long its steps will take; null unless it was only planned.
     experts: Experts | None = None  #: Tokens by expert; null for a model without experts, and on virtual GPUs.
     sources: list[str] | None = None  #: ``--config-dir`` and the like, as typed for the run; null if unknown.
     #: Environment variables that ``hydra.job.env_set`` gives the run; null if unknown.

@@ -162,6 +162,10 @@ COLUMNS = (
             applies=lambda rows: any(len(row.run.nodes) > 1 for row in rows)),
     _figure("batch", "batch", attrgetter("run.global_batch"), in_title="batch {}".format),
     *(planned(heading) for heading in virtual.PLANNED if heading not in ("allocated", "reserved")),  # those below
+    _figure("predicted ms", "predicted_ms", attrgetter("run.predicted.step_seconds"), _milliseconds, scale=1e3,
+            field="predicted", tables=("file", "page"), drop_order=4),
+    _figure("bound by", "bound_by", attrgetter("run.predicted.bound_by"), is_text=True, tables=("file", "page"),
+            drop_order=3),
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",
            higher_is_better=True),
     _figure("{unit}/s/{device}", "throughput_per_device", _rate_per_device, three_digits, higher_is_better=True,
@@ -187,6 +191,27 @@ COLUMNS = (
     _figure("sweep", "sweep", lambda row: str(sweep_of(row.run)), is_text=True, tables=("page",),
             applies=lambda rows: len({sweep_of(row.run) for row in rows}) > 1),
 )  # fmt: skip
+
+
+def predicted() -> list[text.Column[Row]]:
+    """Return the columns of the predicted steps of plans, which are always shown."""
+
+    def figure(
+        heading: str, value: Callable[[Row], Any], write: Callable[[Any], str] = three_digits
+    ) -> text.Column[Row]:
+        return text.Column(heading, lambda row: figure_text(value(row), write), is_text=write is str)
+
+    def against_best(row: Row) -> str:
+        return figure_text(row.place.ratio, "{:.2f}x".format) + interval_text(row.place.against_best, 2)
+
+    return [
+        figure("#", lambda row: row.place.rank, lambda ends: "-".join(map(str, dict.fromkeys(ends)))),
+        text.Column("vs best (95 %)", against_best),
+        replace(figure("tokens/s", attrgetter("run.predicted.tokens_per_second")), drop_order=12),
+        figure("step ms", attrgetter("run.predicted.step_seconds"), _milliseconds),
+        figure("MFU", attrgetter("run.predicted.mfu"), _PERCENT),
+        figure("bound by", attrgetter("run.predicted.bound_by"), str),
+    ]
 
 
 #: Maximum number of runs to explain below a table; ``ptdbench explain`` covers all.

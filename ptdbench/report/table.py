@@ -8,6 +8,7 @@ import pkgutil
 import shlex
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -17,9 +18,7 @@ from hydra.utils import get_object
 from msgspec import convert
 
 from ptdbench import terminal
-from ptdbench.comparison import alternatives
-from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.ranking import Standing
+from ptdbench.comparison import alternatives, predictions
 from ptdbench.grouping import grouped
 from ptdbench.measure.results import Findings
 from ptdbench.problems import first_line
@@ -167,26 +166,37 @@ def _of_model(section: Section, width: int) -> str:
 
 
 def of_plans(records: Sequence[RunRecord], width: int) -> str:
-    """Return a table of the neediest rank of each plan, in GiB, with remarks below."""
-    rows = [
-        Row(Standing(Alternative([record], {})), name) for record, name in zip(records, names(records), strict=True)
-    ]
+    """Return a table of the neediest rank of each plan, in GiB, with its predicted step, and with remarks below.
+
+    Those with a predicted time come first, the fastest of them at the top.
+    """
+    named = dict(zip(map(id, records), names(records), strict=True))
+    rows = [Row(place, named[id(place.alternative.runs[0])]) for place in predictions.rank(records)]
+    is_timed = any(row.place.rate for row in rows)
+    of_memory = [columns.planned(heading, lambda size: three_digits(size / 2**30)) for heading in virtual.PLANNED]
+    if is_timed:
+        beside = virtual.BESIDE_TIMES
+        of_memory = [replace(one, drop_order=beside.get(one.heading, one.drop_order)) for one in of_memory]
     possible: list[Column[Row]] = [
         Column("layout", attrgetter("name"), is_text=True),
-        Column("ranks", lambda row: str(row.run.world_size or MISSING)),
-        *(columns.planned(heading, lambda size: three_digits(size / 2**30)) for heading in virtual.PLANNED),
+        Column("ranks", lambda row: str(row.run.world_size or MISSING), drop_order=5 if is_timed else None),
+        *columns.predicted(),
+        *of_memory,
     ]
     shown = [column for column in possible if any(column.cell(row) != MISSING for row in rows)]
     lines, gone = text.table(shown, rows, width)
     models = ", ".join(dict.fromkeys(str(record.model) for record in records))
     lacking = grouped((lack, row.name) for row in rows if (lack := _lack(row.run)))
     remarks = [*(f"{', '.join(whose)}: {lack}" for lack, whose in lacking.items()), *virtual.of_plans(records)]
-    lines = [f"{models} · planned, GiB on the most heavily loaded rank", *lines, *text.left_out(gone, width)]
+    timed = " · times predicted, not measured" if is_timed else ""
+    lines = [f"{models} · planned, GiB on the most heavily loaded rank{timed}", *lines, *text.left_out(gone, width)]
     return "\n".join([*lines, *(wrap(line, width) for line in dict.fromkeys(remarks))])
 
 
 def _lack(plan: RunRecord) -> str | None:
-    """Return why a plan does not fit, or is of the training state alone; ``None`` if it is whole, and fits."""
+    """Return why a plan does not fit, is of the training state alone, or has no time; ``None`` if it is whole."""
     if plan.status != "ok":
         return reason(plan)
-    return f"only the training state is known: {plan.plan.reason}" if plan.plan.reason else None
+    if plan.plan.reason:
+        return f"only the training state is known: {plan.plan.reason}"
+    return f"no predicted time: {plan.predicted.reason}" if plan.predicted.reason else None

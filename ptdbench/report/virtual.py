@@ -9,16 +9,17 @@ from pathlib import Path
 
 from msgspec.structs import astuple
 
+from ptdbench.comparison import predictions
 from ptdbench.comparison.ranking import spoken
 from ptdbench.grouping import grouped
 from ptdbench.problems import in_shell
 from ptdbench.profiling import snapshots
-from ptdbench.profiling.phases import KINDS
+from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Plan, Virtual
 from ptdbench.report.text import drawn, figure_text, wrap
 from ptdbench.terminal import command, plain, plural, rank_names
-from ptdbench.units import gib_text, memory_text, size_text
+from ptdbench.units import gib_text, memory_text, size_text, three_digits
 
 
 def is_ok(record: RunRecord) -> bool:
@@ -41,6 +42,9 @@ PLANNED = {
     "mb": None, "rank": 4, "weights": 7, "gradients": 3, "optimizer": 6, "activations": None, "gathered": None,
     "other": 1, "allocated": 5, "reserved": None, "outside": 2, "of GPU": 0, "left": None, "fits": None, "max mb": None,
 }  # fmt: skip
+
+#: The same of those that are always shown, in a table with predicted times.
+BESIDE_TIMES = {"gathered": 8, "activations": 9, "reserved": 10, "max mb": 11}
 
 #: The places of a program that are shown, of those that allocated what was alive at the peak.
 _MOST_PLACES = 8
@@ -113,6 +117,13 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
             "buffers; outside: CUDA context and NCCL buffers; simulated: "
             + "; ".join(dict.fromkeys(map(_stands_for, simulated)))
         )
+    if timed := [record.predicted for record in records if record.predicted.step_seconds]:
+        level = max((one.high or 0.0) / (one.step_seconds or 1.0) - 1 for one in timed)
+        yield (
+            f"predicted: step ms and tokens/s may all be {level:.0%} off together: no measured run sets their level, "
+            "which the ratio vs best does not depend on; #: ranks, simultaneous 95 % confidence"
+        )
+        yield "host work is counted, and costed as that of a fast server; data loading and checkpoints are left out"
     if any(record.option("eval.every", int) for record in simulated):
         yield "evaluation (eval.every) is left out: a batch of it, of eval.micro_batch samples, may need more"
     offloaded = (record.plan.state for record in records if record.option("offload", str) not in (None, "none"))
@@ -125,8 +136,12 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def measuring(records: Sequence[RunRecord], width: int = 80) -> str:
-    """Return the command that measures the plans that fit, wrapped for a shell; empty if none is known to fit."""
-    fitting = [record for record in records if record.plan.fits]
+    """Return the command that finds the fastest plan, wrapped for a shell; empty if none is known to fit.
+
+    It measures the plans that fit; of those with a predicted time only the ones that may be the fastest.
+    """
+    behind = [place.alternative.runs[0] for place in predictions.rank(records) if place.faster]
+    fitting = [record for record in records if record.plan.fits and record not in behind]
     typed = dict.fromkeys(word.partition("=")[::2] for record in fitting for word in record.overrides or [])
     values = {name: ",".join(of_option) for name, of_option in grouped(typed).items()}
     options = {name: value for name, value in values.items() if not name.lstrip("+~").startswith(("virtual", "repeat"))}
@@ -172,11 +187,25 @@ def explained(record: RunRecord, called: str, width: int) -> str:
         lines.append(wrap(f"no kernels and no messages: {virtual.reason}", width))
     else:
         lines += [*_kernels(virtual, step, width), *_messages(virtual, step, width)]
-    lines += [wrap(line, width) for line in _of_models([record])]
+    lines += [*_predicted(record, width), *(wrap(line, width) for line in _of_models([record]))]
     if hosts := virtual.host_seconds:
         launched = f"the host launched {step} in {1e3 * max(hosts):.0f} ms, beside the other ranks on this machine"
         lines.append(wrap(launched, width))
     return "\n".join(lines)
+
+
+def _predicted(record: RunRecord, width: int) -> Iterator[str]:
+    """Yield what a predicted step is made of, and its phases; nothing without one."""
+    step, parts, phases = record.predicted, record.predicted.parts or {}, record.predicted.phases or {}
+    if not step.step_seconds or not step.low or not step.high:
+        return
+    times = [f"{three_digits(1e3 * seconds)} ms" for seconds in (step.step_seconds, step.low, step.high)]
+    yield wrap(f"predicted: a step of {times[0]} ({times[1]} to {times[2]}), bound by {step.bound_by}", width)
+    for title, seconds in (("made of", parts), ("phases", {PHASES.get(name, name): of for name, of in phases.items()})):
+        rows = [[name, three_digits(1e3 * of), f"{of / sum(seconds.values()):.1%}"] for name, of in seconds.items()]
+        yield drawn([title, "ms", "share"], rows, width, words=[title])
+    if step.guessed_bytes:
+        yield wrap(f"{size_text(step.guessed_bytes)} that kernels move in this step are a guess", width)
 
 
 def of_program(record: RunRecord, width: int) -> str:

@@ -1,4 +1,4 @@
-/* NCCL's collectives: ranks post their data in shared memory, where it is combined, and work is timed. */
+/* NCCL's collectives: ranks post their data in shared memory, where it is combined. */
 #include "nccl.h"
 
 static const char *words[] = {"AllReduce", "Reduce", "ReduceScatter", "AllGather", "Broadcast",
@@ -130,8 +130,8 @@ static void answer_alone(ncclComm_t c, const struct call *call, const char *from
     know(to, copies * each, known(from, each));
 }
 
-/* Runs one collective call; `start` is set to the time when the last rank's stream is ready for it. */
-ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, char *to, double *start) {
+/* Runs one collective call. */
+ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, char *to) {
     if (!c->shared) {
         answer_alone(c, call, from, to);
         return ncclSuccess;
@@ -148,7 +148,7 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
     for (int rank = 0; number >= 2 && rank < c->ranks; rank++)
         while (member(c, rank)->done < number - 1)
             if ((error = wait_once(c, &round))) return error;
-    mine->call = *call, mine->ready = *start;
+    mine->call = *call;
     mine->factor = call->op >= ncclNumOps ? c->factors[call->op - ncclNumOps] : 1;
     mine->known = known(from, bytes);
     if (computed && (call->what != BROADCAST || c->rank == call->root)) memcpy(mine->data, from, bytes);
@@ -157,7 +157,6 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
     for (int rank = 0; rank < c->ranks; rank++) {
         while (member(c, rank)->posted < number + 1)
             if ((error = wait_once(c, &round))) return error;
-        if (member(c, rank)->slots[parity].ready > *start) *start = member(c, rank)->slots[parity].ready;
     }
     error = check(c, parity, call);
     bool kept = call->what == BROADCAST && c->rank == call->root && from == to;
@@ -177,22 +176,13 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
 static ncclResult_t collective(enum what what, const void *from, void *to, size_t count, ncclDataType_t type, int op,
                                int root, ncclComm_t c, cudaStream_t stream) {
     struct call call = {what, type, op, root, count};
-    double start = ready_time(stream);
-    ncclResult_t error = exchange(c, &call, from, to, &start);
+    ncclResult_t error = exchange(c, &call, from, to);
     if (error) return error;
     size_t sent = sent_bytes(c, &call), received = received_bytes(c, &call), bytes = sent > received ? sent : received;
-    /* ring algorithm: (n - 1)/n of all bytes pass each link, twice in an all-reduce */
-    double moved = bytes * (what == ALL_REDUCE ? 2.0 : 1.0) * (c->ranks - 1) / c->ranks;
-    start_not_before(stream, start);
-    enqueue(stream,
-            &(struct work){KERNEL,
-                           kernels[what],
-                           LATENCY + moved / link_rate() * 1e9,
-                           bytes,
-                           {16, 1, 1},
-                           {640, 1, 1},
-                           0,
-                           c->ranks > 1 ? operations[what] : NULL});
+    struct detail detail = {.dims = {c->ranks, c->rank, root}, .dtype = NUMBER_OF(type), .operation = what,
+                            .sequence = c->messages++, .communicator = c->number};
+    enqueue(stream, &(struct work){KERNEL, kernels[what], bytes, {16, 1, 1}, {640, 1, 1}, 0,
+                                   c->ranks > 1 ? operations[what] : NULL, detail});
     return ncclSuccess;
 }
 

@@ -23,15 +23,13 @@ static double figure(const char *key) { return strtod(setting(key), NULL); }
 static struct device model;
 
 static void read_model(void) {
-    static const char *names[PEAKS] = {"fp64", "fp32", "tf32", "bf16", "fp16", "fp8"};
     snprintf(model.name, sizeof model.name, "%s", setting("name"));
     model.memory = figure("memory"), model.allocatable = figure("allocatable"), model.context = figure("context");
     model.l2 = figure("l2"), model.shared_memory = figure("shared_memory");
     model.major = figure("major"), model.minor = figure("minor");
     model.multiprocessors = figure("multiprocessors"), model.bus_width = figure("bus_width");
-    model.bandwidth = figure("bandwidth"), model.link = figure("link");
+    model.link = figure("link");
     model.clock = figure("clock"), model.memory_clock = figure("memory_clock"), model.power = figure("power");
-    for (int i = 0; i < PEAKS; i++) model.peaks[i] = figure(names[i]);
 }
 
 const struct device *device(void) {
@@ -48,11 +46,6 @@ static bool set(const char *name) {
 bool alone(void) {
     static int is = -1;
     return is < 0 ? (is = set("PTDBENCH_VIRTUAL_ALONE")) : is;
-}
-
-bool real_time(void) {
-    static int is = -1;
-    return is < 0 ? (is = set("PTDBENCH_VIRTUAL_REAL_TIME")) : is;
 }
 
 bool computes(const char *kind) {

@@ -68,6 +68,9 @@ static ncclResult_t join(ncclComm_t *joined, int ranks, int rank, const ncclUniq
     if (ready()) return ncclUnhandledCudaError;
     ncclComm_t c = calloc(1, sizeof *c);
     c->ranks = ranks, c->rank = rank, c->id = *id;
+    c->sent = calloc(2 * ranks, sizeof *c->sent), c->received = c->sent + ranks;
+    c->number = 1469598103934665603; /* by FNV-1a, of an id that ends with 0 */
+    for (const char *at = id->internal; *at; at++) c->number = (c->number ^ (uint8_t)*at) * 1099511628211;
     *joined = c; /* before waiting for the others: another thread may abort it */
     return ranks == 1 || alone() ? ncclSuccess : map_shared(c);
 }
@@ -100,6 +103,7 @@ API ncclResult_t ncclCommAbort(ncclComm_t c) {
 
 API ncclResult_t ncclCommDestroy(ncclComm_t c) {
     if (c->shared) munmap(c->shared, shared_bytes(c->ranks));
+    free(c->sent);
     free(c);
     return ncclSuccess;
 }
@@ -119,12 +123,13 @@ enum { MOST_RANKS = 512 };
 API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *part, ncclConfig_t *config) {
     int32_t mine[2] = {color, key}, all[2 * MOST_RANKS];
     ncclUniqueId id = c->id, ids[MOST_RANKS];
-    double start = 0;
     *part = NULL;
-    if (!c->shared) /* a lone rank does not know the size of its part: take all */
+    if (!c->shared) { /* a lone rank does not know the size of its part: take all */
+        snprintf(strchr(id.internal, 0), sizeof id.internal - strlen(id.internal), "/%u", c->splits++);
         return join(part, c->ranks, key < c->ranks ? key : 0, &id);
+    }
     if (c->ranks > MOST_RANKS) return ncclInvalidArgument;
-    ncclResult_t error = exchange(c, &(struct call){EXCHANGE, ncclInt32, 0, 0, 2}, mine, (char *)all, &start);
+    ncclResult_t error = exchange(c, &(struct call){EXCHANGE, ncclInt32, 0, 0, 2}, mine, (char *)all);
     if (error) return error;
     int ranks = 0, rank = 0, first = -1;
     for (int i = 0; i < c->ranks; i++) {
@@ -134,6 +139,6 @@ API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *par
         if (first < 0 || all[2 * i + 1] < all[2 * first + 1]) first = i;
     }
     if (color >= 0 && first == c->rank && (error = ncclGetUniqueId(&id))) return error;
-    error = exchange(c, &(struct call){EXCHANGE, ncclInt8, 0, 0, sizeof id}, &id, (char *)ids, &start);
+    error = exchange(c, &(struct call){EXCHANGE, ncclInt8, 0, 0, sizeof id}, &id, (char *)ids);
     return error || color < 0 ? error : join(part, ranks, rank, &ids[first]);
 }

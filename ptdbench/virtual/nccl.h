@@ -17,12 +17,12 @@ struct call {
     size_t count;
 };
 
-/* What a rank posts for the others: its call, when its stream is ready for it, and its data. Two slots, as a rank may
- * begin the next call while others still read this one. */
+/* What a rank posts for the others: its call and its data. Two slots, as a rank may begin the next call while others
+ * still read this one. */
 struct slot {
     struct call call;
     bool known; /* the data's values */
-    double ready, factor;
+    double factor;
     char data[COMPUTED];
 };
 struct member {
@@ -34,7 +34,6 @@ struct message {
     int type;
     size_t count;
     bool known;
-    double ready;
     char data[MESSAGE];
 };
 struct ring { /* from one rank to another */
@@ -53,6 +52,9 @@ struct ncclComm {
     struct shared *shared;        /* NULL: one rank, or alone */
     double factors[MOST_FACTORS]; /* of operations created by ncclRedOpCreatePreMulSum; 0: free */
     ncclUniqueId id;
+    uint64_t number;                 /* the same on all ranks; for the log, as is what follows */
+    uint32_t messages, splits;       /* so far */
+    uint32_t *sent, *received;       /* to and from each rank */
 };
 
 static inline struct member *member(ncclComm_t c, int rank) { return (struct member *)(c->shared + 1) + rank; }
@@ -66,17 +68,10 @@ static inline size_t shared_bytes(size_t ranks) {
 /* nccl.c */
 ncclResult_t wait_once(ncclComm_t c, unsigned *round); /* one round of waiting for another process */
 
-/* collectives.c: one collective call; `start` is set to the time when the last rank's stream is ready for it. */
-ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, char *to, double *start);
+/* collectives.c: one collective call */
+ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, char *to);
 
 /* collectives.c: the end of a group, for a lone rank */
 void answer_broadcasts(void);
-
-/* Durations of messages. */
-enum { LATENCY = 15000 }; /* nanoseconds */
-static inline double link_rate(void) {
-    return device()->link ? device()->link : 25e9; /* PCIe 4.0 */
-}
-static inline double ready_time(cudaStream_t stream) { return stream_end(stream) > now() ? stream_end(stream) : now(); }
 
 #endif

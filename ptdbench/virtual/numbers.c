@@ -47,6 +47,7 @@ size_t size_of(int type) {
     case ncclBfloat16: return 2;
     case ncclInt32:
     case ncclUint32:
+    case TF32_NUMBER:
     case ncclFloat32: return 4;
     case ncclInt64:
     case ncclUint64:

@@ -1,37 +1,26 @@
-/* cuBLAS and cuBLASLt: products take a time that depends on their sizes, and do not write their results. Workspaces are
- * the caller's. */
+/* cuBLAS and cuBLASLt: products do not write their results. Workspaces are the caller's. */
 #include "virtual.h"
 
 #include <cublasLt.h>
 #include <cublas_v2.h>
+#include <nccl.h>
 #include <pthread.h>
 
-/* ---- the time of a product ---- */
+/* ---- a product ---- */
 
-enum { REACHED = 70 }; /* percent of the peak: a rough estimate */
-
-static double rate(enum dtype_peak type) {
-    double peak = device()->peaks[type] ? device()->peaks[type] : device()->peaks[FP32];
-    return (peak ? peak : 1e13) * REACHED / 100;
-}
-
-static enum dtype_peak peak_of(cudaDataType type, bool tf32) {
+/* NCCL's number of the type in which a product is computed, or that of TF32. */
+static int arithmetic_of(cudaDataType type, bool tf32) {
     switch (type) {
-    case CUDA_R_64F: return FP64;
-    case CUDA_R_16F: return FP16;
-    case CUDA_R_16BF: return BF16;
+    case CUDA_R_64F: return ncclFloat64;
+    case CUDA_R_16F: return ncclFloat16;
+    case CUDA_R_16BF: return ncclBfloat16;
     case CUDA_R_8F_E4M3:
-    case CUDA_R_8F_E5M2: return FP8;
-    default: return tf32 ? TF32 : FP32;
+    case CUDA_R_8F_E5M2: return FP8_NUMBER;
+    default: return tf32 ? TF32_NUMBER : ncclFloat32;
     }
 }
 
-static size_t bytes_of(enum dtype_peak type) {
-    return type == FP64 ? 8 : type == FP8 ? 1 : type == BF16 || type == FP16 ? 2 : 4;
-}
-
-/* Interns a text: the returned name lives as long as the process. */
-static const char *kept(const char *text) {
+const char *kept(const char *text) {
     static struct name {
         struct name *next;
         char text[];
@@ -49,20 +38,35 @@ static const char *kept(const char *text) {
     return found->text;
 }
 
-static cublasStatus_t product(cudaStream_t stream, enum dtype_peak type, double m, double n, double k, double batch) {
+/* A product of column-major matrices, as cuBLAS has them: the result has m rows, n columns and the type `result`. */
+struct product {
+    int type;
+    cudaDataType result;
+    double m, n, k, batch;
+    bool transposed_a, transposed_b, accumulates;
+    int epilogue;
+};
+
+static cublasStatus_t product(cudaStream_t stream, struct product p) {
+    static const char *const names[] = {[ncclFloat64] = "f64",   [ncclFloat32] = "f32", [TF32_NUMBER] = "tf32",
+                                        [ncclBfloat16] = "bf16", [ncclFloat16] = "f16", [FP8_NUMBER] = "f8"};
     char name[128];
-    size_t bytes = bytes_of(type) * batch * (m * k + k * n + m * n);
-    double flops = 2 * m * n * k * batch, arithmetic = flops / rate(type) * 1e9, memory = memory_time(bytes);
-    snprintf(name, sizeof name, "virtual_gemm_%s m%.0f n%.0f k%.0f b%.0f",
-             (const char *[]){"f64", "f32", "tf32", "bf16", "f16", "f8"}[type], m, n, k, batch);
-    enqueue(stream, &(struct work){KERNEL,
-                                   kept(name),
-                                   2e3 + (arithmetic > memory ? arithmetic : memory),
-                                   bytes,
-                                   {device()->multiprocessors, 1, 1},
-                                   {384, 1, 1},
-                                   flops});
+    int result = arithmetic_of(p.result, false);
+    size_t of_result = size_of(result) * (p.accumulates ? 2 : 1);
+    snprintf(name, sizeof name, "virtual_gemm_%s m%.0f n%.0f k%.0f b%.0f", names[p.type], p.m, p.n, p.k, p.batch);
+    struct detail detail = {{p.m, p.n, p.k, p.batch, p.epilogue}, p.accumulates ? ACCUMULATES : 0, NUMBER_OF(p.type),
+                            NUMBER_OF(result), 2 * p.transposed_a + p.transposed_b};
+    enqueue(stream, &(struct work){KERNEL, kept(name),
+                                   p.batch * (size_of(p.type) * (p.m * p.k + p.k * p.n) + of_result * p.m * p.n),
+                                   {device()->multiprocessors, 1, 1}, {384, 1, 1}, 2 * p.m * p.n * p.k * p.batch, NULL,
+                                   detail});
     return CUBLAS_STATUS_SUCCESS;
+}
+
+/* Whether a product is added to what its result holds: by the factor beta, unless that is on a device. */
+static bool adds(const void *beta, bool is_double) {
+    static const double zero;
+    return beta && device_of(beta) < 0 && memcmp(beta, &zero, is_double ? sizeof(double) : sizeof(float));
 }
 
 /* ---- cuBLAS ---- */
@@ -100,26 +104,31 @@ API const char *cublasGetStatusName(cublasStatus_t status) {
 
 #define SIZES cublasHandle_t handle, cublasOperation_t transa, cublasOperation_t transb, int m, int n, int k
 
+/* A product by the arguments of a call of cuBLAS. */
+#define PRODUCT(of_type, of_result, of_batch) \
+    product(handle->stream, (struct product){of_type, of_result, m, n, k, of_batch, transa != CUBLAS_OP_N, \
+                                             transb != CUBLAS_OP_N, adds(beta, of_result == CUDA_R_64F)})
+
 API cublasStatus_t cublasSgemm_v2(SIZES, const float *alpha, const float *a, int lda, const float *b, int ldb,
                                   const float *beta, float *c, int ldc) {
-    return product(handle->stream, peak_of(CUDA_R_32F, tf32(handle)), m, n, k, 1);
+    return PRODUCT(arithmetic_of(CUDA_R_32F, tf32(handle)), CUDA_R_32F, 1);
 }
 
 API cublasStatus_t cublasDgemm_v2(SIZES, const double *alpha, const double *a, int lda, const double *b, int ldb,
                                   const double *beta, double *c, int ldc) {
-    return product(handle->stream, FP64, m, n, k, 1);
+    return PRODUCT(ncclFloat64, CUDA_R_64F, 1);
 }
 
 API cublasStatus_t cublasSgemmStridedBatched(SIZES, const float *alpha, const float *a, int lda, long long step_a,
                                              const float *b, int ldb, long long step_b, const float *beta, float *c,
                                              int ldc, long long step_c, int count) {
-    return product(handle->stream, peak_of(CUDA_R_32F, tf32(handle)), m, n, k, count);
+    return PRODUCT(arithmetic_of(CUDA_R_32F, tf32(handle)), CUDA_R_32F, count);
 }
 
 API cublasStatus_t cublasDgemmStridedBatched(SIZES, const double *alpha, const double *a, int lda, long long step_a,
                                              const double *b, int ldb, long long step_b, const double *beta, double *c,
                                              int ldc, long long step_c, int count) {
-    return product(handle->stream, FP64, m, n, k, count);
+    return PRODUCT(ncclFloat64, CUDA_R_64F, count);
 }
 
 static bool fast(cublasComputeType_t type) { return type == CUBLAS_COMPUTE_32F_FAST_TF32; }
@@ -127,7 +136,7 @@ static bool fast(cublasComputeType_t type) { return type == CUBLAS_COMPUTE_32F_F
 API cublasStatus_t cublasGemmEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda, const void *b,
                                 cudaDataType type_b, int ldb, const void *beta, void *c, cudaDataType type_c, int ldc,
                                 cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
-    return product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, 1);
+    return PRODUCT(arithmetic_of(type_a, fast(compute) || tf32(handle)), type_c, 1);
 }
 
 API cublasStatus_t cublasGemmStridedBatchedEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda,
@@ -135,7 +144,7 @@ API cublasStatus_t cublasGemmStridedBatchedEx(SIZES, const void *alpha, const vo
                                               long long step_b, const void *beta, void *c, cudaDataType type_c, int ldc,
                                               long long step_c, int count, cublasComputeType_t compute,
                                               cublasGemmAlgo_t algorithm) {
-    return product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, count);
+    return PRODUCT(arithmetic_of(type_a, fast(compute) || tf32(handle)), type_c, count);
 }
 
 /* ---- cuBLASLt: descriptors, of which only sizes and types are kept ---- */
@@ -148,7 +157,7 @@ struct layout {
 
 struct description {
     cublasComputeType_t compute;
-    int32_t transposed_a;
+    int32_t transposed_a, transposed_b, epilogue;
 };
 
 API size_t cublasLtGetVersion(void) { return CUBLAS_VERSION; }
@@ -171,8 +180,12 @@ API cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) { return fr
 
 API cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t which,
                                                   const void *value, size_t bytes) {
-    /* scales, bias and epilogue have no visible effect */
-    if (which == CUBLASLT_MATMUL_DESC_TRANSA) memcpy(&((struct description *)d)->transposed_a, value, sizeof(int32_t));
+    struct description *to = (struct description *)d; /* without scales and bias, which have no visible effect */
+    int32_t *kept_here = which == CUBLASLT_MATMUL_DESC_TRANSA     ? &to->transposed_a
+                         : which == CUBLASLT_MATMUL_DESC_TRANSB   ? &to->transposed_b
+                         : which == CUBLASLT_MATMUL_DESC_EPILOGUE ? &to->epilogue
+                                                                  : NULL;
+    if (kept_here) memcpy(kept_here, value, sizeof *kept_here);
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -218,6 +231,8 @@ API cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t 
     const struct description *d = (const struct description *)description;
     const struct layout *left = (const struct layout *)layout_a, *out = (const struct layout *)layout_result;
     uint64_t inner = d->transposed_a == CUBLAS_OP_N ? left->columns : left->rows;
-    return product(stream, peak_of(left->type, fast(d->compute)), out->rows, out->columns, inner,
-                   out->batch > 0 ? out->batch : 1);
+    return product(stream, (struct product){arithmetic_of(left->type, fast(d->compute)), out->type, out->rows, out->columns, inner,
+                                            out->batch > 0 ? out->batch : 1, d->transposed_a != CUBLAS_OP_N,
+                                            d->transposed_b != CUBLAS_OP_N,
+                                            adds(beta, d->compute == CUBLAS_COMPUTE_64F), d->epilogue});
 }

@@ -17,8 +17,8 @@ enum { MOST_TRANSFERS = 4096 };
 static __thread struct transfer transfers[MOST_TRANSFERS];
 static __thread int pending, depth;
 
-/* Tries a transfer; `start` is set to the time when both sides are ready for it. */
-static ncclResult_t try_transfer(struct transfer *t, double *start) {
+/* Does a transfer, if the other side is as far. */
+static ncclResult_t try_transfer(struct transfer *t) {
     ncclComm_t c = t->comm;
     size_t bytes = t->count * size_of(t->type);
     if (!c->shared) {
@@ -31,7 +31,7 @@ static ncclResult_t try_transfer(struct transfer *t, double *start) {
     struct message *m = &r->messages[(sends ? r->sent : r->received) % RING];
     t->done = true;
     if (sends) {
-        m->type = t->type, m->count = t->count, m->ready = *start, m->known = known(t->data, bytes);
+        m->type = t->type, m->count = t->count, m->known = known(t->data, bytes);
         if (bytes <= MESSAGE) memcpy(m->data, t->data, bytes);
         r->sent++;
         return ncclSuccess;
@@ -47,14 +47,12 @@ static ncclResult_t try_transfer(struct transfer *t, double *start) {
     else
         zero(t->data, bytes);
     know(t->data, bytes, bytes <= MESSAGE && m->known);
-    if (m->ready > *start) *start = m->ready;
     r->received++;
     return same ? ncclSuccess : ncclInvalidUsage;
 }
 
 /* Repeats all pending sends, as far as there is room, then all receives, until every transfer is done. */
 static ncclResult_t carry_out(int count) {
-    double start = ready_time(transfers[0].stream);
     size_t bytes = 0;
     unsigned round = 0;
     for (int left = count; left;) {
@@ -63,7 +61,7 @@ static ncclResult_t carry_out(int count) {
             for (int i = 0; i < count; i++) {
                 struct transfer *t = &transfers[i];
                 if (t->done || (int)t->what != what) continue;
-                ncclResult_t error = try_transfer(t, &start);
+                ncclResult_t error = try_transfer(t);
                 if (error) return error;
                 left -= t->done;
             }
@@ -75,13 +73,21 @@ static ncclResult_t carry_out(int count) {
         }
     }
     for (int i = 0; i < count; i++) {
-        size_t of_one = transfers[i].count * size_of(transfers[i].type);
-        count_message(transfers[i].what == SEND ? "send" : "recv", of_one);
+        const struct transfer *t = &transfers[i];
+        ncclComm_t c = t->comm;
+        size_t of_one = t->count * size_of(t->type);
+        count_message(t->what == SEND ? "send" : "recv", of_one);
+        uint32_t *number = t->what == SEND ? &c->sent[t->peer] : &c->received[t->peer];
+        struct detail detail = {.dims = {c->ranks, c->rank, t->peer}, .dtype = NUMBER_OF(t->type),
+                                .operation = t->what, .sequence = (*number)++, .communicator = c->number};
+        log_work(&(struct work){TRANSFER, NULL, of_one, .detail = detail}, stream_id(t->stream));
         bytes += of_one;
     }
-    start_not_before(transfers[0].stream, start);
+    ncclComm_t c = transfers[0].comm;
+    struct detail detail = {.dims = {c->ranks, c->rank, transfers[0].peer, count}, .operation = transfers[0].what,
+                            .communicator = c->number};
     enqueue(transfers[0].stream,
-            &(struct work){KERNEL, kernel, LATENCY + bytes / link_rate() * 1e9, bytes, {2 * count, 1, 1}, {640, 1, 1}});
+            &(struct work){KERNEL, kernel, bytes, {2 * count, 1, 1}, {640, 1, 1}, .detail = detail});
     return ncclSuccess;
 }
 

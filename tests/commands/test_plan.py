@@ -103,6 +103,12 @@ def test_what_fits_what_does_not_and_what_cannot_be(environ, tmp_path):
     kinds = {kind: sizes[0] for kind, sizes in fits["memory"]["ranks"].items()}
     assert kinds["weights"] == found["state"][0]["weights"]
     assert f" {found['largest_micro_batch']}\n" in done.stdout
+    step = fits["predicted"]
+    for parts in (step["parts"], step["phases"]):
+        assert sum(parts.values()) == pytest.approx(step["step_seconds"], rel=1e-3)
+    assert step["high"] / step["step_seconds"] == pytest.approx(step["step_seconds"] / step["low"]) == 1.25
+    assert step["tokens_per_second"] == pytest.approx(256 * 32 / step["step_seconds"])
+    assert f"  {step['bound_by']}  " in done.stdout
 
     # A run of it takes what was planned. Its loss is computed in chunks, the smaller the less memory the GPU has.
     typed = [f"train.micro_batch={found['largest_micro_batch']}" if "micro_batch" in word else word for word in words]
@@ -240,6 +246,24 @@ def test_samples_that_wait_for_their_pass_are_in_what_is_needed():
     assert found["outside"]["samples"] == (8 - 2) * 2 * 32 * 8
     assert found["needed_bytes"] == 20 + sum(found["outside"].values())
     assert {*found["sources"]} == {*found["outside"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("cluster.nodes=2",), "messages between nodes have no costs yet"),
+        (("virtual=l4",), "no costs of NVIDIA L4; there are those of NVIDIA H200, "),
+        (
+            ("parallel=pdp", "model.layers=8", "cluster.ranks_per_node=8", "parallel.pipeline=8"),
+            "not all stages of the ",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("anywhere")
+def test_a_plan_without_a_time_says_why(words, reason):
+    made = planned(small("parallel=ddp", "train.global_batch=64", *words), allocating(20))
+    assert made["predicted"]["reason"].startswith(reason)
+    assert made["plan"]["fits"]
 
 
 @pytest.mark.parametrize(

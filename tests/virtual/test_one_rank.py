@@ -89,7 +89,6 @@ def test_copies_of_checkpoints_and_layers_overlap_the_work(answers):
     (product, of_steps), *copies = answers["staged"]
     assert [product.startswith("Memcpy"), *(name for name, _ in copies)] == [False, "Memcpy", "Memcpy"]
     assert [stream == of_steps for _, stream in copies] == [True, False]
-    # On one stream a step would take as long as both.
-    times = answers["offloaded"]
-    assert times["copies"] > 0.3 * times["kept"]
-    assert times["offloaded"] < times["kept"] + 0.5 * times["copies"]
+    streams = dict(answers["offloaded"])
+    assert {*streams} == {"virtual_gem", "Memcpy DtoH", "Memcpy HtoD"}
+    assert streams["virtual_gem"] not in (streams["Memcpy DtoH"], streams["Memcpy HtoD"])

@@ -1,0 +1,164 @@
+"""What a piece of work costs on a device: seconds by shape or bytes, from public tables beside this file.
+
+Their comments name sources and licences. No figure is fitted to a measured step that a prediction is shown against.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ptdbench.prediction.log import DTYPES, Flag, Kind
+from ptdbench.profiling.kernels import kernel_kind
+from ptdbench.virtual.device import Device
+
+#: Seconds that a kernel takes at least.
+KERNEL = 2.5e-6
+
+#: Seconds of the host: to begin an operator or a node of autograd, to launch a kernel, to call a message, and to record
+#: or wait for an event. An operator that launches a kernel begins several nested ones.
+OPERATOR, LAUNCH, CALL, EVENT = 2e-6, 4e-6, 10e-6, 1e-6
+
+#: How much longer work takes beside a message (arXiv 2507.03114: 0.19 in the mean, at most 0.4).
+SLOWDOWN = 0.19
+
+#: Families of costs: the parts of a step whose errors are independent, with one standard deviation of each as a share.
+#: Those of products and of memory are in the tables.
+FAMILIES = {"products": None, "attention": 0.1, "memory": None, "messages": 0.15, "bubble": 0.1, "host": 0.5}
+
+#: Shares of bandwidth that products and copies reach, and of a link that messages between two ranks reach.
+_STREAMED, _LINK = 0.85, 0.8
+
+#: How much slower a product is that accumulates in, and writes, fp32; and attention with heads of at most 64, a guess.
+_WIDE_RESULT, _NARROW_HEADS = 1 / 0.93, 1 / 0.75
+
+#: The names of dtypes in the peaks of a device.
+_PEAKS = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32", "float64": "fp64"}
+_PEAKS |= {"float8": "fp8", "float8_e5m2": "fp8"}
+_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float8": 1, "float8_e5m2": 1}
+
+#: Operations that move as many bytes over the same links as those that tables have.
+_SAME = {"reduce": "reduce_scatter", "broadcast": "all_gather"}
+
+
+class NoCosts(ValueError):
+    """A device or a kind of work without figures."""
+
+
+@cache
+def _table(name: str) -> Sequence[Mapping[str, str]]:
+    with Path(__file__).with_name(f"{name}.csv").open(newline="") as file:
+        return [*csv.DictReader(line for line in file if not line.startswith("#"))]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a device."""
+
+    device: Device
+    figures: Mapping[str, str]  #: Its row of ``devices.csv``.
+
+    @classmethod
+    def of(cls, device: Device) -> Costs:
+        """Return the costs of a device; raises NoCosts if it has no row."""
+        for row in _table("devices"):
+            if row["device"] == device.name:
+                return cls(device, row)
+        have = ", ".join(row["device"] for row in _table("devices"))
+        raise NoCosts(f"no costs of {device.name}; there are those of {have}")
+
+    @property
+    def error(self) -> float:
+        """The error of the level of products, one standard deviation as a share."""
+        return float(self.figures["error"])
+
+    def work(self, record: Any, name: str) -> tuple[str, float]:
+        """Return the family and the seconds of a kernel, copy or fill; raises NoCosts."""
+        size = int(record["bytes"])
+        if record["kind"] in (Kind.COPY.value, Kind.SET.value):
+            on_device = name not in ("HtoD", "DtoH", "HtoH")
+            rate = _STREAMED * self.device.bandwidth / (2 if name == "DtoD" else 1)
+            return "memory", KERNEL + size / (rate if on_device else float(self.figures["host"]))
+        kind = kernel_kind(name)
+        if kind == "product" and record["dims"][0] > 0:
+            return "products", self._product(record)
+        if kind == "attention" and record["dims"][6] > 0:
+            return "attention", self._attention(record, is_flash="flash" in name)
+        return "memory", KERNEL + size / (memory_share(name)[0] * self.device.bandwidth)
+
+    def _product(self, record: Any) -> float:
+        """Return the seconds of a product: as many as its FLOPs take, or its bytes."""
+        m, n, k, batch = (int(size) for size in record["dims"][:4])
+        dtype, result = DTYPES[record["dtype"]], DTYPES[record["result"]]
+        name = _PEAKS.get(dtype, "fp32")
+        is_fp8 = name == "fp8"
+        share, peak = self.figures["fp8_products" if is_fp8 else "products"], self.device.peaks.get(name)
+        if not share or not peak:
+            raise NoCosts(f"no costs of products of {dtype} on {self.device.name}")
+        depth = float(self.figures["depth"]) * (2 if is_fp8 else 1)
+        flops = 2.0 * m * n * (k + depth) * max(batch, 1)
+        slower = _WIDE_RESULT if name in ("bf16", "fp16") and result == "float32" else 1.0
+        moved = max(batch, 1) * ((m * k + k * n) * _BYTES.get(dtype, 2) + m * n * _BYTES.get(result, 2))
+        return KERNEL + max(slower * flops / (float(share) * peak), moved / (_STREAMED * self.device.bandwidth))
+
+    def _attention(self, record: Any, is_flash: bool) -> float:
+        """Return the seconds of attention, by the share of the peak that its length reaches."""
+        batch, heads, queries, width, keys, _, products = (int(size) for size in record["dims"][:7])
+        flops = 2.0 * products * batch * heads * queries * keys * width
+        flops /= 2 if record["flags"] & Flag.CAUSAL else 1
+        has_flash = is_flash and self.figures["attention"] == "H200"
+        kind, level = (
+            ("flash", 1.0) if has_flash else (self.figures["attention"], float(self.figures["attention_level"]))
+        )
+        rows = [row for row in _table("attention") if row["kind"] == kind]
+        of_pass = "forward" if products == 2 else "backward"
+        share = level * _between([int(row["length"]) for row in rows], [float(row[of_pass]) for row in rows], keys)
+        slower = _NARROW_HEADS if width <= 64 else 1.0
+        return KERNEL + slower * flops / (share * self.device.peaks["bf16"])
+
+    def message(self, operation: str, ranks: int, size: int) -> float:
+        """Return the seconds of a message among the ranks of a node: its size in bytes is that of the larger side."""
+        if operation in ("send", "recv"):
+            return 2 * CALL + size / (_LINK * self.device.link)
+        of = [
+            (int(row["ranks"]), row)
+            for row in _table("messages")
+            if (row["device"], row["operation"]) == (self.figures["messages"], _SAME.get(operation, operation))
+        ]
+        if not of or ranks > of[-1][0]:
+            raise NoCosts(f"no costs of {operation} of {ranks} ranks on {self.device.name}")
+        row = next(row for count, row in of if count >= ranks)
+        sizes = [int(name) for name in row if name.isdecimal()]
+        seconds = [float(row[str(each)]) * 1e-6 for each in sizes]
+        if size > sizes[-1]:
+            return seconds[-1] * size / sizes[-1]
+        return math.exp(_between(sizes, [math.log(of_size) for of_size in seconds], max(size, 1)))
+
+
+def _between(places: Sequence[int], values: Sequence[float], place: float) -> float:
+    """Interpolate on a logarithmic scale of places; beyond the ends the value there counts."""
+    right = bisect_right(places, place)
+    if right in (0, len(places)):
+        return values[min(right, len(places) - 1)]
+    weight = math.log(place / places[right - 1]) / math.log(places[right] / places[right - 1])
+    return values[right - 1] * (1 - weight) + values[right] * weight
+
+
+@cache
+def memory_share(name: str) -> tuple[float, float]:
+    """Return the share of the bandwidth that a kernel of this name reaches, and the error of that share."""
+    kind = kernel_kind(name)
+    kinds = {row["kind"] for row in _table("memory")}
+    row = next(
+        row
+        for row in _table("memory")
+        if row["kind"] == (kind if kind in kinds else "other") and re.search(row["pattern"], name, re.IGNORECASE)
+    )
+    return float(row["share"]), float(row["error"])

@@ -1,0 +1,150 @@
+"""How long a step would take: its log is costed and replayed until steps follow each other as in a long run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import mul
+
+from ptdbench.prediction.actions import Costed, costed
+from ptdbench.prediction.costs import FAMILIES, SLOWDOWN, Costs
+from ptdbench.prediction.log import Log
+from ptdbench.prediction.replay import Action, Kind, Timeline, replay
+from ptdbench.profiling.events import Interval, intersect, length, subtract, union
+
+#: Steps that are replayed; the last is counted, when the host is as far ahead as it gets.
+_STEPS = 3
+
+
+class NoTime(ValueError):
+    """The time of a step cannot be predicted; the message says why."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted step."""
+
+    seconds: float
+    #: Seconds of the busiest rank by family of costs, of :data:`ptdbench.prediction.costs.FAMILIES`.
+    parts: Mapping[str, float]
+    errors: Mapping[str, float]  #: By family: one standard deviation, as a share.
+    guessed_bytes: int  #: Bytes that kernels of that rank move by a guess.
+    step: Costed  #: The last step of the busiest rank.
+    timeline: Timeline  #: Its times, which begin with the step.
+
+    @property
+    def bound_by(self) -> str:
+        """The family that takes most of the step."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+
+def predict(logs: Sequence[Log], costs: Costs, passes: int | None = None) -> Prediction:
+    """Predict a step from a log of each kind of rank.
+
+    Args:
+        logs: The logs of ranks that do different work, or of all.
+        costs: Of the device.
+        passes: Passes over which a step accumulates gradients; ``None``: as many as in the log.
+
+    Raises:
+        NoTime: A log has no step, or no passes that could be repeated.
+        NoCosts: The device has no costs of some work.
+        ValueError: The logs do not belong together.
+    """
+    of_ranks, joins = [], len(logs) == logs[0].facts["world_size"]
+    for log in logs:
+        steps = [*log.steps()]
+        if not steps or not len(steps[-1]):
+            raise NoTime(f"the log of rank {log.facts['rank']} has no complete step")
+        records = steps[-1]
+        of_ranks.append(costed(log, records[_repeated(records["thread"].tolist(), passes)], costs, joins))
+    timelines = replay([_several(step.actions) for step in of_ranks], SLOWDOWN)
+    ends = [max(ends) for ends in zip(*(_ends(line) for line in timelines), strict=True)]
+    busiest = max(range(len(logs)), key=lambda rank: sum(action.seconds for action in of_ranks[rank].actions
+                                                         if action.kind == Kind.WORK))  # fmt: skip
+    step, begin = of_ranks[busiest], ends[-2]
+    line = _last(timelines[busiest], len(step.actions), begin)
+    parts = _parts(step, line, ends[-1] - begin)
+    guessed = sum(step.guessed)
+    return Prediction(ends[-1] - begin, parts, _errors(step, costs), guessed, step, line)
+
+
+def _repeated(threads: Sequence[int], passes: int | None) -> list[int]:
+    """Return the places of a step's records, with those of its second pass as often as it takes for ``passes``.
+
+    A pass is work of the thread that takes steps, followed by that of autograd's.
+    """
+    places = [*range(len(threads))]
+    if passes is None:
+        return places
+    main = threads[0]
+    blocks = [(is_main, len([*block])) for is_main, block in groupby(threads, lambda thread: thread == main)]
+    ends = [
+        end for (is_main, _), end in zip(blocks, accumulate(size for _, size in blocks), strict=True) if not is_main
+    ]
+    if passes == len(ends):
+        return places
+    if len(ends) != 2 or passes < 2:
+        raise NoTime(f"{passes} passes of a step, and {len(ends)} can be told apart in its log")
+    return places[: ends[0]] + places[ends[0] : ends[1]] * (passes - 1) + places[ends[1] :]
+
+
+def _several(step: Sequence[Action]) -> list[Action]:
+    """Return the actions of several steps, the messages of each with keys of their own."""
+    actions, seen = list[Action](), defaultdict[object, int](int)
+    for _ in range(_STEPS):
+        for action in step:
+            if action.kind == Kind.MESSAGE:
+                keys = []
+                for key in action.subject:
+                    keys.append((key, seen[key]))
+                    seen[key] += 1
+                action = action._replace(subject=tuple(keys))  # noqa: PLW2901
+            actions.append(action)
+    return actions
+
+
+def _ends(line: Timeline) -> list[float]:
+    """Return when each of the steps ended."""
+    count = len(line.ends) // _STEPS
+    latest = [max(line.ends[step * count : (step + 1) * count]) for step in range(_STEPS)]
+    return [*accumulate(latest, max)]
+
+
+def _last(line: Timeline, count: int, begin: float) -> Timeline:
+    """Return the last step of a timeline, in seconds since it began."""
+    first = len(line.ends) - count
+    hosts, starts, ends = ([moment - begin for moment in of[first:]] for of in (line.hosts, line.starts, line.ends))
+    ready = {place - first: (at - begin, rank) for place, (at, rank) in line.ready.items() if place >= first}
+    return Timeline(hosts, starts, ends, ready)
+
+
+def _parts(step: Costed, line: Timeline, seconds: float) -> dict[str, float]:
+    """Split a step: what runs beside products counts as products, and so on in the order of the families."""
+    spans: dict[str, list[Interval]] = {family: [] for family in FAMILIES}
+    for place, family in enumerate(step.families):
+        start, end = line.starts[place], line.ends[place]
+        if family == "messages":
+            since = max(start, line.ready[place][0])
+            spans["bubble"].append((start, since))
+            start = since
+        if family:
+            spans[family].append((start, end))
+    free: list[Interval] = [(0.0, seconds)]
+    parts = {}
+    for family, times in spans.items():
+        busy = intersect(union(times), free)
+        parts[family] = length(busy)
+        free = subtract(free, busy)
+    parts["host"] = length(free)
+    return parts
+
+
+def _errors(step: Costed, costs: Costs) -> dict[str, float]:
+    """Return the error of each family: of memory-bound work the mean over it, by its seconds."""
+    weights = [action.seconds if error else 0.0 for action, error in zip(step.actions, step.errors, strict=True)]
+    memory = sum(map(mul, weights, step.errors)) / (sum(weights) or 1.0)
+    of_tables = {"products": costs.error, "memory": memory}
+    return {family: of_tables.get(family, error or 0.0) for family, error in FAMILIES.items()}
