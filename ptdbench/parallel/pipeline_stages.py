@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ptdbench.local_part import local_part
-from ptdbench.models.protocol import FlopsUnknown, Model, members, module_of
+from ptdbench.models.protocol import FlopsUnknown, Model, members, module_of, runner
+from ptdbench.models.stages import Loose
+from ptdbench.nested import map_tensors
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.options import Options
@@ -41,7 +43,9 @@ class StageSplit:
     def owner(self, weight: str) -> int:
         """Return the stage that holds a weight, given its full name."""
         return next(
-            number for number, names in enumerate(self.holds) if any(weight.startswith(f"{name}.") for name in names)
+            number
+            for number, names in enumerate(self.holds)
+            if any(f"{weight}.".startswith(f"{name}.") for name in names)
         )
 
 
@@ -109,39 +113,65 @@ def imbalance(model: Model, split: StageSplit) -> str | None:
 
 
 class Stage(nn.Module):
-    """Consecutive parts of a model under their dotted names in it; only the last stage uses the targets.
+    """Consecutive parts of a model under their dotted names in it.
 
     Weights, checkpoints and gradients therefore have the same names for any number of stages.
     """
 
-    def __init__(self, parts: Mapping[str, nn.Module], is_last: bool = False) -> None:
+    def __init__(self, model: Model, names: Sequence[str]) -> None:
         super().__init__()
-        modules = [item for name, part in parts.items() for item in members(name, part).items()]
-        for name, module in modules:
+        parts = model.parts() or {}
+        for name, module in (item for part in names for item in members(part, parts[part]).items()):
             *path, leaf = name.split(".")
             holder: nn.Module = self
             for step in path:
                 if step not in holder._modules:
                     holder.add_module(step, nn.Module())
                 holder = holder.get_submodule(step)
-            holder.add_module(leaf, module)
-        self._chain = list(parts.values())
-        self._is_last = is_last
+            if isinstance(module, Loose):
+                holder.register_parameter(leaf, module.weight)
+            else:
+                holder.add_module(leaf, module)
+        self._chain = [parts[name] for name in names]
+        self._run = runner(model, names)
+        self._is_last = names[-1] == [*parts][-1]
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return activations for the next stage; on the last stage, with targets, the mean loss as ``(1,)``.
+    def forward(self, *arrived: Tensor, batch: tuple[Any, Any] = (None, None)) -> Any:
+        """Return what the next stage needs; on the last stage, with targets, the mean loss as ``(1,)``.
 
         The loss is not a scalar because the schedule concatenates the results of micro-batches along a dimension.
+
+        Args:
+            arrived: The tensors that the stage before has sent.
+            batch: The model's inputs, and its targets or ``None``.
         """
-        if inputs.requires_grad:
-            inputs = _ContiguousGradient.apply(inputs)
-        for part in self._chain[:-1]:
-            inputs = part(inputs)
-        last = self._chain[-1]
-        if targets is not None and self._is_last:
-            return last(inputs, targets).reshape(1).clone()  # FSDP does not accept a view
+        inputs, targets = batch
+        hidden = [_ContiguousGradient.apply(tensor) if tensor.requires_grad else tensor for tensor in arrived]
+        if self._run:
+            sent = self._run(self, hidden, inputs, targets)
+        else:
+            sent = hidden[0] if hidden else inputs
+            for part in self._chain[:-1]:
+                sent = part(sent)
+            sent = self._chain[-1](sent, *([targets] if self._is_last and targets is not None else []))
+        if self._is_last and targets is not None:
+            return sent.reshape(1).clone()  # FSDP does not accept a view
         # Messages must be contiguous, and images may be channels-last.
-        return last(inputs).contiguous()
+        return map_tensors(Tensor.contiguous, sent)
+
+
+def united(modules: Sequence[nn.Module]) -> nn.Module:
+    """Return one module with the submodules and weights of several stages, under the same names."""
+    if len(modules) == 1:
+        return modules[0]
+    whole, children = nn.Module(), dict[str, list[nn.Module]]()
+    for module in modules:
+        whole._parameters |= module._parameters
+        for name, child in module.named_children():
+            children.setdefault(name, []).append(child)
+    for name, several in children.items():
+        whole.add_module(name, united(several))
+    return whole
 
 
 class _ContiguousGradient(torch.autograd.Function):

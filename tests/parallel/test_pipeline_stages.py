@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ptdbench.models.foreign import adapt
 from ptdbench.models.resnet import ResNet
 from ptdbench.parallel import pipeline_stages as stages
 from ptdbench.parallel.pipeline_stages import Stage, balance
@@ -19,9 +20,8 @@ untied = partial(small, tie_weights=False)
 
 
 def cut(model, *ends: int) -> list[Stage]:
-    parts = list(model.parts().items())
-    cuts = zip((0, *ends), (*ends, len(parts)), strict=True)
-    return [Stage(dict(parts[start:stop]), is_last=stop == len(parts)) for start, stop in cuts]
+    names = list(model.parts())
+    return [Stage(model, names[start:stop]) for start, stop in zip((0, *ends), (*ends, len(names)), strict=True)]
 
 
 @pytest.mark.parametrize("build", [untied, lambda: ResNet(depth=18, classes=3, image_size=32)])
@@ -38,10 +38,11 @@ def test_stages_compute_the_model():
     model = untied()
     tokens, targets = torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
     first, second, last = cut(model, 1, 3)
-    hidden = second(first(tokens))
-    assert torch.equal(second(first(tokens, targets), targets), hidden)  # only the last one needs targets
+    hidden = second(first(batch=(tokens, None)))
+    batch = tokens, targets
+    assert torch.equal(second(first(batch=batch), batch=batch), hidden)  # only the last one needs targets
     torch.testing.assert_close(last(hidden), model(tokens))
-    loss = last(hidden, targets)
+    loss = last(hidden, batch=batch)
     assert loss.shape == (1,)  # what a schedule can join
     torch.testing.assert_close(loss, model(tokens, targets).reshape(1))
 
@@ -53,10 +54,23 @@ class Across(nn.Linear):
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
+class Crossed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.across, self.end = Across(4, 4), nn.Linear(3, 1)
+
+    def parts(self) -> dict[str, nn.Module]:
+        return {"across": self.across, "end": self.end}
+
+
+def example() -> tuple[Tensor, Tensor]:
+    return torch.empty(1, 4, 3, device="meta"), torch.empty(1, 4, 1, device="meta")
+
+
 def test_gradients_that_go_back_are_contiguous():
     """By torch.autograd.grad, too, by which torch learns of their strides, and computes them under a split backward."""
     x = torch.randn(2, 4, 3, requires_grad=True)
-    (gradient,) = torch.autograd.grad(Stage({"across": Across(4, 4)})(x).square().sum(), x)
+    (gradient,) = torch.autograd.grad(Stage(adapt(Crossed(), example), ["module.across"])(x).square().sum(), x)
     assert gradient.is_contiguous()
 
 
