@@ -1,7 +1,9 @@
 """Your own ``nn.Module`` as a model of ptdbench.
 
-Any module works whose ``forward(inputs)`` returns a tensor, or an object or dict with ``logits`` or ``loss``, as in
-Hugging Face transformers. Their ``labels`` are not used, as they would shift targets that are already the next tokens.
+Any module works whose ``forward`` takes the inputs of the data as they are: a tensor, the tensors of a tuple as
+positional arguments, or those of a dict as keyword arguments. It returns a tensor, or an object or dict with ``logits``
+or ``loss``, as in Hugging Face transformers. Their ``labels`` are used only if the data give them: they would shift
+targets that are already the next tokens.
 
 Buffers, counters and lists in attributes may change in ``forward``, once per micro-batch. Trials, rehearsals and
 evaluations leave them unchanged, and recomputation starts from what the forward pass had; a resumed run has its
@@ -232,6 +234,13 @@ class Adapted(nn.Module):
         train_flops = self._method("train_flops")
         return _prefixed(train_flops()) if train_flops else {"module": self._flops.total}
 
+    def flops_of_modules(self) -> Mapping[str, float]:
+        """Return the FLOPs of the forward pass for one sample by full name of a module; empty if they are unknown."""
+        try:
+            return self._flops.of_modules
+        except FlopsUnknown:
+            return {}
+
     def masked_flops(self) -> float | None:
         """Return the module's own figure, else a count, unless the module defines ``train_flops()``."""
         if masked_flops := self._method("masked_flops"):
@@ -273,6 +282,7 @@ class Flops:
 
     total: float  #: All FLOPs; of windowed attention, only those within the window.
     masked: float | None  #: The part that causal attention masks; ``None`` if unknown.
+    of_modules: Mapping[str, float]  #: Of the forward pass, by module, each including its submodules.
 
 
 def count_train_flops(module: nn.Module, inputs: Any, targets: Tensor) -> Flops:
@@ -319,8 +329,15 @@ def _counted(module: nn.Module, inputs: Any, targets: Tensor, device: torch.devi
     """Count with tensors without values, on ``device``."""
     # The counter has no formula for some fused attention kernels and grouped products, and would count them as zero.
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
-    forward: dict[str, int] = {}
-    both = _BothPasses(module, lambda: forward.update(_batched(counter)))
+    forward, of_modules = dict[str, int](), dict[str, float]()
+
+    def note() -> None:
+        forward.update(_batched(counter))
+        prefix = f"{_BothPasses.__name__}.module."
+        counts = {name: sum(of_one.values()) / 2 for name, of_one in counter.get_flop_counts().items()}
+        of_modules.update({name.removeprefix(prefix): count for name, count in counts.items()})
+
+    both = _BothPasses(module, note)
     # Counted on two samples, as batch norm refuses to train on one.
     two = with_samples((inputs, targets), 2, device)
     with counter, sdpa_kernel(SDPBackend.MATH):
@@ -330,7 +347,7 @@ def _counted(module: nn.Module, inputs: Any, targets: Tensor, device: torch.devi
     # its place in the backward pass of a module that is called with keyword arguments only.
     passes = _batched(counter)["Global"] / (forward["Global"] or 1)
     total = counter.get_total_flops() - passes * outside
-    return Flops(total / 2, None if masked is None else passes * masked / 2)
+    return Flops(total / 2, None if masked is None else passes * masked / 2, of_modules)
 
 
 def _grouped_flops(first: Sequence[int], second: Sequence[int], *_: Any, **__: Any) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -75,41 +75,49 @@ def unrepeated(model: Model, split: StageSplit) -> list[list[str]]:
 
 
 def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
-    """Return the cost of each part: its FLOPs if the model states them by part, else its number of parameters."""
-    flops = _flops(model)
-    if parts.keys() <= flops.keys():
-        return [flops[name] for name in parts]
+    """Return the cost of each part: the FLOPs that the model states or counts, else its number of parameters."""
+    if flops := _flops(model, parts):
+        return flops
     return [sum(weight.numel() for weight in part.parameters()) for part in parts.values()]
 
 
-def _flops(model: Model) -> Mapping[str, float]:
-    try:
-        return model.train_flops()
-    except FlopsUnknown:
-        return {}
+def _flops(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
+    """Return the FLOPs of each part; empty if they are unknown."""
+    with suppress(FlopsUnknown):
+        stated = model.train_flops()
+        if parts.keys() <= stated.keys():
+            return [stated[name] for name in parts]
+    counted = counts() if (counts := getattr(model, "flops_of_modules", None)) else {}
+    flops = [sum(counted.get(held, 0.0) for held in members(name, part)) for name, part in parts.items()]
+    return flops if any(flops) else []
+
+
+#: A pipeline's most expensive rank may cost this many times the mean before that is remarked on.
+_EVEN = 1.25
 
 
 def imbalance(model: Model, split: StageSplit) -> str | None:
-    """Say which rank's stages have too much of the model's cost; ``None`` if none have.
+    """Say how uneven the stages of ranks are, why, and what to try; ``None`` if none has much more than the mean.
 
-    A pipeline whose slowest rank has the share ``s`` of the cost is at most ``1 / s`` times as fast as one rank. With
-    ``p`` ranks that is too slow if it is less than a third of the way from 1 to ``p``: ``s > 3 / (p + 2)``, 75 % for
-    two ranks, 50 % for four.
+    A pipeline whose slowest rank has the share ``s`` of the cost is at most ``1 / s`` times as fast as one rank.
     """
     parts = model.parts() or {}
     of_parts = dict(zip(parts, costs(model, parts), strict=True))
-    of_ranks, total = dict.fromkeys(split.ranks, 0.0), sum(of_parts.values()) or 1.0
+    of_ranks, total = dict.fromkeys(sorted(split.ranks), 0.0), sum(of_parts.values()) or 1.0
     for rank, names in zip(split.ranks, split.stages, strict=True):
         of_ranks[rank] += sum(of_parts[name] for name in names) / total
-    rank, share = max(of_ranks.items(), key=itemgetter(1))
-    if share * (len(of_ranks) + 2) <= 3:
+    share, count = max(of_ranks.values()), len(of_ranks)
+    if share * count <= _EVEN:
         return None
-    kind = "FLOPs" if parts.keys() <= _flops(model).keys() else "weights"
+    kind = "FLOPs" if _flops(model, parts) else "weights"
     largest = max(of_parts, key=of_parts.__getitem__)
-    splits = f"the model can only be split before {' and '.join([*parts][1:])}"
-    why = splits if len(parts) <= 4 else f"{largest} alone has {of_parts[largest] / total:.0%}"
-    where = f"stage{'s' * (len(split.of(rank)) > 1)} {', '.join(map(str, split.of(rank)))} of {len(split.stages)}"
-    return f"{where} with {share:.0%} of the {kind}, as {why}: at most {1 / share:.2f} times as fast as one rank"
+    if of_parts[largest] * count > _EVEN * total:
+        why, remedy = f"{largest} alone has {of_parts[largest] / total:.0%}", "fewer stages, or parallel=fsdp"
+    else:
+        places = f"only {len(parts) - 1} places" if len(parts) > 2 else "one place"
+        why, remedy = f"the model has {places} to split it", "parts() with shorter ones, or parallel=fsdp"
+    shares = " : ".join(f"{100 * part:.0f}" for part in of_ranks.values())
+    return f"stages {shares} of the {kind}, as {why}: at most {1 / share:.2f} times as fast as one rank; try {remedy}"
 
 
 class Stage(nn.Module):

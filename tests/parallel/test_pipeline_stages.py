@@ -89,12 +89,12 @@ def test_a_cut_says_which_rank_has_what_and_what_repeats_nowhere():
 @pytest.mark.parametrize(
     ("costs", "ranks", "said"),
     [
-        ([97, 3], [0, 1], "stage 0 of 2 with 97% of the FLOPs, as the model can only be split before 1: at most 1.03"),
-        ([0, 10, 0, 0, 90], [0, 1], "stage 1 of 2 with 90% of the FLOPs, as 4 alone has 90%: at most 1.11"),
-        ([5, 70, 5, 6, 6, 8], [0, 1, 0, 1], "stages 1, 3 of 4 with 84% of the FLOPs, as 1 alone has 70%: at most 1.19"),
-        ([75, 25], [0, 1], None),  # 1.33 times: a third of the way from one to two
-        ([13, 1, 3, 3, 3, 3], [0, 1, 2, 3], None),  # 50% of four ranks: twice as fast
-        ([14, 0, 3, 3, 3, 3], [0, 1, 2, 3], "stage 0 of 4 with 54% of the FLOPs, as 0 alone has 54%: at most 1.86"),
+        ([97, 3], [0, 1], "stages 97 : 3 of the FLOPs, as 0 alone has 97%: at most 1.03"),
+        ([0, 10, 0, 0, 90], [0, 1], "stages 10 : 90 of the FLOPs, as 4 alone has 90%: at most 1.11"),
+        ([5, 70, 5, 6, 6, 8], [0, 1, 0, 1], "stages 16 : 84 of the FLOPs, as 1 alone has 70%: at most 1.19"),
+        ([62, 38], [0, 1], None),  # 1.24 times the mean
+        ([3, 3, 3], [0, 1], "stages 33 : 67 of the FLOPs, as the model has only 2 places to split it: at most 1.50"),
+        ([31, 23, 23, 23], [0, 1, 2, 3], None),  # 1.24 times the mean of four
     ],
 )
 def test_imbalance_is_reported(costs, ranks, said):
@@ -103,10 +103,11 @@ def test_imbalance_is_reported(costs, ranks, said):
         parts=lambda: parts, layers=list, train_flops=lambda: {str(number): cost for number, cost in enumerate(costs)}
     )
     remark = stages.imbalance(model, stages.split_stages(model, ranks))
-    assert remark == (said and f"{said} times as fast as one rank")
+    remedy = "parts() with shorter ones" if said and "places" in said else "fewer stages"
+    assert remark == (said and f"{said} times as fast as one rank; try {remedy}, or parallel=fsdp")
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("toy", [2, 3, 4]), ("gpt_tiny", [2, 3, 4]), ("resnet18", [2, 4, 8])])
+@pytest.mark.parametrize(("name", "sizes"), [("toy", [2]), ("gpt_tiny", [2, 4]), ("resnet18", [2, 4])])
 def test_the_stages_of_our_models_are_even(name, sizes):
     """By FLOPs, though one stage of two has 94 % of the weights of ResNet-18."""
     with torch.device("meta"):
