@@ -35,7 +35,7 @@ ROOMS = """
     virtual
     cache
     files
-    terminal units grouping peaks search_path
+    terminal units grouping peaks search_path nested
     problems
 """
 LEVEL = {room: level for level, line in enumerate(ROOMS.splitlines()) for room in line.split()}

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ptdbench.data.protocol import Batch, Data, read
 from ptdbench.launch.lifetime import die_with_parent
+from ptdbench.nested import map_tensors, tensors
 from ptdbench.units import size_text
 
 #: Batches that each worker process, or the thread, keeps ready.
@@ -64,8 +65,12 @@ class Feed:
         """Return a batch on the device; on a GPU, its copy from pinned memory is queued."""
         if self._device.type == "cpu":
             return batch
-        inputs, targets = (tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in batch)
-        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+            return pinned.to(self._device, non_blocking=True)
+
+        return map_tensors(copied, batch)
 
     def close(self) -> None:
         """Stop the worker processes or the thread."""
@@ -116,10 +121,10 @@ class _Batches(Dataset[Batch]):
 def _shared(batch: Batch) -> Batch:
     """Move a batch to shared memory; torch's own thread would lose the error if there is too little."""
     try:
-        for tensor in batch:
+        for tensor in tensors(batch):
             tensor.share_memory_()
     except RuntimeError as error:
-        needed, free = sum(tensor.nbytes for tensor in batch), shutil.disk_usage("/dev/shm").free
+        needed, free = sum(tensor.nbytes for tensor in tensors(batch)), shutil.disk_usage("/dev/shm").free
         rule = f"a batch of {size_text(needed)} does not fit into the {size_text(free)} of free shared memory"
         remedy = f"try data.workers=0, or docker run --shm-size, for {AHEAD} batches per worker"
         raise OSError(f"{rule}: {remedy} ({error})") from None
@@ -154,8 +159,7 @@ def _by_thread(batches: _Batches, first: int, device: torch.device) -> Generator
     """Yield batches from step ``first`` on, made and pinned for ``device`` in a thread that stops with it."""
 
     def pinned(step: int) -> Batch:
-        inputs, targets = batches[step]
-        return inputs.pin_memory(), targets.pin_memory()
+        return map_tensors(torch.Tensor.pin_memory, batches[step])
 
     # A thread starts on device 0, where pinning would create a context.
     thread = ThreadPoolExecutor(1, "batches", initializer=torch.cuda.set_device, initargs=(device,))

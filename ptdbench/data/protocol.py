@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ptdbench.launch.collect import gather
+from ptdbench.nested import tensors
 from ptdbench.problems import ConfigError, Problem
 
 #: Number of samples that ranks compare before a run.
 _COMPARED = 8
 
-#: Inputs and targets.
-Batch = tuple[torch.Tensor, torch.Tensor]
+#: Inputs and targets: tensors whose first dimension is that of samples. Inputs may also be a tuple of tensors, the
+#: model's positional arguments, or a dict of tensors, its keyword arguments. Targets of shape ``(samples, 0)`` are
+#: none: the model computes its loss from its inputs.
+Batch = tuple[Any, torch.Tensor]
 
 
 class HeldOut(Protocol):
@@ -30,7 +34,7 @@ class HeldOut(Protocol):
         """Return the number of samples."""
         ...
 
-    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def samples(self, start: int, stop: int) -> Batch:
         """Return inputs and targets of samples ``start`` to ``stop - 1``, the same at each call, on the CPU."""
         ...
 
@@ -73,11 +77,11 @@ class Data(Protocol):
         """
         return
 
-    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def samples(self, start: int, stop: int) -> Batch:
         """Return inputs and targets of samples ``start`` to ``stop - 1``, on the CPU, with shapes as in ``example``."""
         ...
 
-    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def example(self) -> Batch:
         """Return the inputs and targets of a batch of one on the meta device: shapes and dtypes without the data."""
         ...
 
@@ -89,10 +93,10 @@ def read(source: Data | HeldOut, start: int, stop: int, example: Batch) -> Batch
         TypeError: The samples do not match: FLOPs and comparisons would be of other samples.
     """
     samples: Any = source.samples(start, stop)
-    shapes = [(stop - start, *tensor.shape[1:]) for tensor in example]
-    shown = [_described(part) for part in samples] if isinstance(samples, tuple | list) else [_described(samples)]
-    if shown != [str(shape) for shape in shapes]:
-        rule = f"must return tensors of shape {shapes[0]} and {shapes[1]}, like example()"
+    shapes = [str((stop - start, *tensor.shape[1:])) for tensor in tensors(example)]
+    shown = [_described(part) for part in tree_leaves(samples)]
+    if shown != shapes or len(samples) != len(example):
+        rule = f"must return tensors of shape {' and '.join(shapes)}, like example()"
         raise TypeError(f"{type(source).__name__}.samples({start}, {stop}) {rule}, but returns {' and '.join(shown)}")
     inputs, targets = samples
     return inputs, targets
@@ -104,7 +108,7 @@ def require_same_on_all_ranks(data: Data) -> None:
     Otherwise losses would belong to no batch, and an evaluation would divide by the samples of one rank.
     """
     held_out = data.held_out
-    mine = [_fingerprint(tensor) for tensor in read(data, 0, _COMPARED, data.example())]
+    mine = [_fingerprint(tensor) for tensor in tensors(read(data, 0, _COMPARED, data.example()))]
     first, *others = gather((len(held_out) if held_out else 0, mine))
     for rank, theirs in enumerate(others, start=1):
         if theirs[0] != first[0]:

@@ -1,7 +1,9 @@
 """Your own ``nn.Module`` as a model of ptdbench.
 
-Any module works whose ``forward(inputs)`` returns a tensor, or an object or dict with ``logits`` or ``loss``, as in
-Hugging Face transformers. Their ``labels`` are not used, as they would shift targets that are already the next tokens.
+Any module works whose ``forward`` takes the inputs of the data as they are: a tensor, the tensors of a tuple as
+positional arguments, or those of a dict as keyword arguments. It returns a tensor, or an object or dict with ``logits``
+or ``loss``, as in Hugging Face transformers. Their ``labels`` are used only if the data give them: they would shift
+targets that are already the next tokens.
 
 Buffers, counters and lists in attributes may change in ``forward``, once per micro-batch. Trials, rehearsals and
 evaluations leave them unchanged, and recomputation starts from what the forward pass had; a resumed run has its
@@ -23,9 +25,7 @@ The module may define these methods, all optional:
 ``parts()``
     The module as an ordered chain, a dict from the full name of each submodule to the submodule; ``forward`` then takes
     ``targets``, and so does the last part. Default: the members of an ``nn.Sequential``; otherwise what comes before
-    the repeated blocks, each block and what follows, if trial runs show that they are a chain
-    (``ptdbench.models.chain``); otherwise what tracing ``forward`` reveals (``ptdbench.models.traced``). ``forward``
-    must call the parts that are submodules, as FSDP and compilation wrap the first and last of them.
+    the repeated blocks, each block and what follows (``ptdbench.models.stages``).
 ``tied()``
     Pairs of full parameter names in different parts that are one weight. Default: parameters that are one object.
 ``roles()``
@@ -63,12 +63,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
-from ptdbench.models import chain, traced
+from ptdbench.models.blocks import repeated
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss
+from ptdbench.models.stages import NoStages, Runner, Stages
 from ptdbench.models.state import preserved, without_values
+from ptdbench.nested import first_tensor, with_samples
 from ptdbench.problems import Problem, first_line, require
 
-Example = tuple[Tensor, Tensor]
+Example = tuple[Any, Tensor]
 
 #: Products of batches of matrices, such as those of attention.
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
@@ -128,24 +130,31 @@ class Adapted(nn.Module):
         self.training = module.training  # as the constructor left it, see :class:`ptdbench.models.state.Modes`
         self._example = example
         takes = inspect.signature(module.forward).parameters
+        self.takes = [*takes]  #: Names of what its forward takes.
         self._takes_targets = "targets" in takes
         #: See :func:`ptdbench.models.protocol.only_loss`.
         self.only_loss = self._takes_targets and takes["targets"].default is inspect.Parameter.empty
         name = getattr(module, "main_input_name", None)  # Hugging Face
         self._input_name = name if name in takes else None
-        self._options = {"use_cache": False} if "use_cache" in takes else {}  # the cache is for generation
+        # A cache is for generation; contrastive models compute their loss on request.
+        options = {"use_cache": False, "return_loss": True}
+        self._options = {name: value for name, value in options.items() if name in takes}
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
         """Return the module's outputs, or with ``targets`` its mean loss in fp32."""
+        return self._run(self.module, inputs, targets)
+
+    def _run(self, module: nn.Module, inputs: Any, targets: Tensor | None) -> Tensor:
+        """Run a module with the signature of this one."""
         if self._takes_targets and targets is not None:
-            returned = _alone(self.module(inputs, targets), lambda output: output.dim() == 0)
+            returned = _alone(self._call(module, inputs, targets=targets), lambda output: output.dim() == 0)
             loss = returned if isinstance(returned, Tensor) else _part(returned, "loss")
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(returned).__name__
                 rule = "must return the mean loss, a scalar, or an object with .loss"
                 raise TypeError(f"{type(self.module).__name__}.forward(inputs, targets) {rule}, but returns {what}")
             return _scalar(loss)
-        return self._finish(self._call(self.module, inputs), targets)
+        return self._finish(self._call(module, inputs), targets)
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -159,51 +168,49 @@ class Adapted(nn.Module):
             return list(layers())
         if isinstance(layers, nn.ModuleList | nn.Sequential | list | tuple):
             return list(layers)
-        return list(chain.repeated(self.module).values())
+        return list(repeated(self.module).values())
 
     def parts(self) -> dict[str, nn.Module] | None:
-        """Return the module's own chain, else one found by trial runs; ``None`` if there is none, see ``unsplit``."""
+        """Return the module's own chain, else pieces found by trial passes; ``None``: none, see ``unsplit``."""
         parts = self._method("parts")
-        return _prefixed(parts()) if parts else self._chain
+        if parts:
+            return _prefixed(parts())
+        return self._stages.parts(self.module, PREFIX) if self._stages else None
+
+    def runner(self, names: Sequence[str]) -> Runner | None:
+        """See :func:`ptdbench.models.protocol.runner`."""
+        if self._method("parts") or not self._stages:
+            return None
+        start = [*self._stages.parts(self.module, PREFIX)].index(names[0])
+        return self._stages.runner(self.module, range(start, start + len(names)), self._run, PREFIX)
 
     @cached_property
-    def _chain(self) -> dict[str, nn.Module] | None:
+    def _stages(self) -> Stages | None:
         try:
-            return self._find_chain()
-        except chain.NoChain as reason:
+            return Stages(self.module, self.layers(), self._run, self._example())
+        except NoStages as reason:
             self.unsplit = str(reason), reason.remedy
             return None
 
-    def _find_chain(self) -> dict[str, nn.Module]:
-        """Return the chain of a module without ``parts()``; raise NoChain if it is none."""
-        if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
-            return chain.of_sequential(self.module, self._finish, PREFIX)
-        if self._takes_targets:
-            raise chain.NoChain("it has no parts(), and computes its loss in forward()")
-        layers = set(self.layers())
-        blocks = {name: part for name, part in self.module.named_modules() if part in layers}
-        inputs = self._example()[0]
-        try:
-            return chain.Chain(self.module, blocks, self._call, self._finish, inputs).parts(PREFIX)
-        except chain.NoChain as reason:
-            first = reason
-        try:
-            return traced.parts(self.module, layers, self._call, self._finish, inputs, PREFIX)
-        except chain.NoChain as second:
-            reasons = dict.fromkeys([str(first), str(second)])
-            raise chain.NoChain(", and ".join(reasons), max(first.remedy, second.remedy, key=len)) from None
-
-    def _call(self, module: nn.Module, inputs: Tensor) -> Any:
-        if self._input_name:
-            return module(**{self._input_name: inputs}, **self._options)
-        return module(inputs, **self._options)
+    def _call(self, module: nn.Module, inputs: Any, **options: Tensor) -> Any:
+        options |= self._options
+        if self._input_name and isinstance(inputs, Tensor):
+            inputs = {self._input_name: inputs}
+        if isinstance(inputs, Mapping):
+            return module(**inputs, **options)
+        return module(*(inputs if isinstance(inputs, tuple) else (inputs,)), **options)
 
     def _finish(self, returned: Any, targets: Tensor | None) -> Tensor:
         """Convert what the module returned to the outputs, or with targets to the loss."""
         returned = _alone(returned, lambda output: output.dim() > 0)
         outputs = returned if isinstance(returned, Tensor) else _part(returned, "logits")
-        if targets is not None and outputs is None and (loss := _part(returned, "loss")) is not None:
-            return _scalar(loss)
+        has_targets = targets is not None and targets.shape[1:] != (0,)
+        if targets is not None and (outputs is None or not has_targets):
+            loss = returned if isinstance(returned, Tensor) and returned.numel() == 1 else _part(returned, "loss")
+            if loss is not None:
+                return _scalar(loss)
+            if not has_targets:
+                raise TypeError("there are no targets, and forward() returns no loss, a scalar or an object with .loss")
         if outputs is None:
             kind = type(returned).__name__
             raise TypeError(f"forward() must return a tensor, or an object with .logits or .loss, but returns {kind}")
@@ -226,6 +233,13 @@ class Adapted(nn.Module):
         """
         train_flops = self._method("train_flops")
         return _prefixed(train_flops()) if train_flops else {"module": self._flops.total}
+
+    def flops_of_modules(self) -> Mapping[str, float]:
+        """Return the FLOPs of the forward pass for one sample by full name of a module; empty if they are unknown."""
+        try:
+            return self._flops.of_modules
+        except FlopsUnknown:
+            return {}
 
     def masked_flops(self) -> float | None:
         """Return the module's own figure, else a count, unless the module defines ``train_flops()``."""
@@ -268,9 +282,10 @@ class Flops:
 
     total: float  #: All FLOPs; of windowed attention, only those within the window.
     masked: float | None  #: The part that causal attention masks; ``None`` if unknown.
+    of_modules: Mapping[str, float]  #: Of the forward pass, by module, each including its submodules.
 
 
-def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> Flops:
+def count_train_flops(module: nn.Module, inputs: Any, targets: Tensor) -> Flops:
     """Count the FLOPs of a forward and backward pass for one sample with PyTorch's counter, without computing.
 
     Args:
@@ -304,28 +319,35 @@ class _BothPasses(nn.Module):
         self.module = module
         self._between = between
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> None:
+    def forward(self, inputs: Any, targets: Tensor) -> None:
         loss = self.module(inputs, targets)
         self._between()
         loss.backward()
 
 
-def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> Flops:
+def _counted(module: nn.Module, inputs: Any, targets: Tensor, device: torch.device) -> Flops:
     """Count with tensors without values, on ``device``."""
     # The counter has no formula for some fused attention kernels and grouped products, and would count them as zero.
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
-    forward: dict[str, int] = {}
-    both = _BothPasses(module, lambda: forward.update(_batched(counter)))
+    forward, of_modules = dict[str, int](), dict[str, float]()
+
+    def note() -> None:
+        forward.update(_batched(counter))
+        prefix = f"{_BothPasses.__name__}.module."
+        counts = {name: sum(of_one.values()) / 2 for name, of_one in counter.get_flop_counts().items()}
+        of_modules.update({name.removeprefix(prefix): count for name, count in counts.items()})
+
+    both = _BothPasses(module, note)
     # Counted on two samples, as batch norm refuses to train on one.
-    two = [torch.empty((2, *tensor.shape[1:]), dtype=tensor.dtype, device=device) for tensor in (inputs, targets)]
+    two = with_samples((inputs, targets), 2, device)
     with counter, sdpa_kernel(SDPBackend.MATH):
-        functional_call(both, without_values(both, device), tuple(two))
-    outside, masked = _masked(both, forward, inputs.shape[-1])
+        functional_call(both, without_values(both, device), two)
+    outside, masked = _masked(both, forward, first_tensor(inputs).shape[-1])
     # Three passes, fewer if layers are frozen. Backward counts by module are not reliable: torch's module tracker loses
     # its place in the backward pass of a module that is called with keyword arguments only.
     passes = _batched(counter)["Global"] / (forward["Global"] or 1)
     total = counter.get_total_flops() - passes * outside
-    return Flops(total / 2, None if masked is None else passes * masked / 2)
+    return Flops(total / 2, None if masked is None else passes * masked / 2, of_modules)
 
 
 def _grouped_flops(first: Sequence[int], second: Sequence[int], *_: Any, **__: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
@@ -119,22 +119,15 @@ class Model(Protocol):
 
 
 class Piece(nn.Module):
-    """A part of a chain that is not a single submodule: a function, and the submodules whose weights it uses.
+    """A part of a chain that is not a single submodule: the submodules whose weights it uses.
 
-    ``around`` is a module without weights of its own that the function runs, and that may keep state.
+    Only a stage of such parts runs, see :func:`runner`.
     """
 
-    def __init__(
-        self, members: Mapping[str, nn.Module], run: Callable[..., Tensor], around: nn.Module | None = None
-    ) -> None:
+    def __init__(self, members: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.members = dict(members)  #: The submodules by full name; the holder of the piece registers them.
-        self._run = run
-        self.__dict__ |= {"_modules": {}, "around": around}
-
-    def forward(self, *arguments: Any) -> Tensor:
-        """Run the piece."""
-        return self._run(*arguments)
+        self.__dict__ |= {"_modules": {}}
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield the weights of its members."""
@@ -145,6 +138,20 @@ class Piece(nn.Module):
 def members(name: str, part: nn.Module) -> Mapping[str, nn.Module]:
     """Return the submodules of a part by full name; for most parts, only the part itself."""
     return part.members if isinstance(part, Piece) else {name: part}
+
+
+#: Called with a module that holds the weights of consecutive pieces, the tensors that have arrived from the pieces
+#: before, the model's inputs and its targets; returns the tensors for the pieces after.
+Runs = Callable[[nn.Module, Sequence[Tensor], Any, Tensor | None], Any]
+
+
+def runner(model: Model, names: Sequence[str]) -> Runs | None:
+    """Return a function that runs consecutive pieces, by a model's optional method of this name.
+
+    ``None``: its parts are called in turn.
+    """
+    make = getattr(model, "runner", None)
+    return None if make is None else make(names)
 
 
 def masked_flops(model: Model) -> float | None:

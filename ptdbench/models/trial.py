@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ptdbench.grouping import grouped
 from ptdbench.models.state import Modes, preserved, without_values
+from ptdbench.nested import with_samples
 
 
 @contextmanager
@@ -28,6 +29,26 @@ def trial(module: nn.Module) -> Iterator[None]:
         warnings.simplefilter("ignore")  # inputs without gradients, for example, are unusual only in training
         module.eval()  # no dropout, and batch norms keep their statistics
         yield
+
+
+def failure(module: nn.Module, example: tuple[Any, Tensor]) -> Exception | None:
+    """Return what a forward pass raises, on the meta device or else with the module's weights; ``None``: nothing.
+
+    Args:
+        module: Called as ``module(inputs, targets)``; it is as before afterwards.
+        example: Inputs and targets of one sample on the meta device.
+    """
+    error: Exception | None = None
+    for device in ("meta", None):  # code that reads values does not run on the meta device
+        try:
+            with trial(module):
+                tensors = without_values(module, device) if device else dict(module.named_parameters())
+                batch = with_samples(example, 2, device or next(iter(tensors.values())).device, filled=not device)
+                functional_call(module, tensors, batch)
+            return None
+        except Exception as raised:  # third-party code may raise anything
+            error = raised
+    return error
 
 
 @dataclass(frozen=True)
@@ -41,7 +62,7 @@ class Observed:
     bypassed: Sequence[str] = ()  #: Those whose layer it does not call at all.
 
 
-def observe(module: nn.Module, layers: Iterable[nn.Module], inputs: Tensor, targets: Tensor) -> Observed:
+def observe(module: nn.Module, layers: Iterable[nn.Module], inputs: Any, targets: Tensor) -> Observed:
     """Observe a forward pass in training, on the meta device or, if it does not run there, with the module's weights.
 
     Return no observations if it runs nowhere.
@@ -54,25 +75,25 @@ def observe(module: nn.Module, layers: Iterable[nn.Module], inputs: Tensor, targ
     """
     for device in ("meta", None):  # code that reads values does not run on the meta device
         with suppress(Exception):  # third-party code may raise anything
-            return _observed(module, list(layers), [inputs, targets], device)
+            return _observed(module, list(layers), (inputs, targets), device)
     return Observed()
 
 
 def _observed(
-    module: nn.Module, layers: Sequence[nn.Module], example: Sequence[Tensor], device: str | None
+    module: nn.Module, layers: Sequence[nn.Module], example: tuple[Any, Tensor], device: str | None
 ) -> Observed:
     weights: dict[str, Tensor] = dict(module.named_parameters())
     buffers = dict(module.named_buffers())
     tensors = without_values(module, device) if device else weights | buffers
     place = next(iter(tensors.values())).device
     # Two samples, for batch norms.
-    two = [torch.zeros((2, *tensor.shape[1:]), dtype=tensor.dtype, device=place) for tensor in example]
+    two = with_samples(example, 2, place)
     present = dict(tensors)
     holders = {key: [layer for layer in layers if weight in set(layer.parameters())] for key, weight in weights.items()}
     with preserved(module, whole=True), _Uses(tensors, holders) as uses, uses.noting_calls(layers):
         Modes(module).train()
         if device:
-            functional_call(module, present, tuple(two))  # which updates the dict
+            functional_call(module, present, two)  # which updates the dict
         else:
             module(*two)
             present = dict(chain(module.named_parameters(), module.named_buffers()))

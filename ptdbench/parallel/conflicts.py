@@ -221,9 +221,13 @@ def of_model(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
             return
 
 
-def of_sample(options: Options, inputs: Tensor, targets: Tensor, dims: Dims) -> list[Row]:
+def of_sample(options: Options, inputs: Any, targets: Tensor, dims: Dims) -> list[Row]:
     """Return the reasons why ranks cannot share the positions of a sample, ``[batch, length]``."""
-    if not options.applies("context", dims) or inputs.dim() < 2:
+    if not options.applies("context", dims):
+        return []
+    if not isinstance(inputs, Tensor):
+        return [(True, "context", "splits the positions of one tensor, but the inputs are several", _UNDIVIDED)]
+    if inputs.dim() < 2:
         return []
     return [
         _undivided_positions(options, dims, [Role("positions", inputs.shape[1], "positions")], "a sample"),

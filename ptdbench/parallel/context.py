@@ -131,7 +131,7 @@ class Sliced(Engine):
         self._mesh = mesh
         self._positions = positions_of(mesh, method)
 
-    def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
+    def gradients(self, inputs: Any, targets: Tensor, scale: Scale) -> Tensor:
         """See :meth:`ptdbench.parallel.engine.Engine.gradients`."""
         loss = self._inner.gradients(self._share(inputs), self._share(targets), scale)
         return self._mean(loss) if self._inner.owns_loss else loss
@@ -140,7 +140,7 @@ class Sliced(Engine):
         """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`; these ranks have the same gradients."""
         return self._inner.gradient_norm()
 
-    def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
+    def outputs(self, inputs: Any, targets: Tensor | None = None) -> Tensor | None:
         """See :meth:`ptdbench.parallel.engine.Engine.outputs`."""
         outputs = self._inner.outputs(self._share(inputs), None if targets is None else self._share(targets))
         if outputs is None:

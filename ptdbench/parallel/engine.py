@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.nn.utils import get_total_norm
 from ptdbench.kernels.copies import Copies
 from ptdbench.kernels.powersgd import PowerSGD
 from ptdbench.models.state import Modes, preserved
+from ptdbench.nested import split
 from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.zero import Zero1
 
@@ -64,11 +66,12 @@ class Engine(ABC):
     links: str | None = None  #: The kind of links between stages, see ``pipeline_engine.open_links``.
 
     @abstractmethod
-    def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
+    def gradients(self, inputs: Any, targets: Tensor, scale: Scale) -> Tensor:
         """Run forward and backward on this replica's share of a batch, leaving averaged gradients in ``.grad``.
 
         Args:
-            inputs: The replica's samples, ``(replica_batch, ...)``, on this rank's device.
+            inputs: The replica's samples, tensors ``(replica_batch, ...)`` on this rank's device, as the model takes
+                them.
             targets: Their targets, ``(replica_batch, ...)``.
             scale: Multiplies a loss by the loss scale before its backward pass.
 
@@ -81,7 +84,7 @@ class Engine(ABC):
         """Return the Euclidean norm of all gradients, a scalar equal on all ranks; called in all, after a backward."""
 
     @abstractmethod
-    def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
+    def outputs(self, inputs: Any, targets: Tensor | None = None) -> Tensor | None:
         """Run only the forward pass, without gradients; all ranks must make the same number of calls.
 
         Args:
@@ -129,7 +132,7 @@ class Engine(ABC):
         counts = {name: total for routing in routings for name, total in routing.totals().items()}
         return counts, [ratio for routing in routings if (ratio := routing.fullest()) is not None]
 
-    def rehearse(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
+    def rehearse(self, inputs: Any, targets: Tensor, scale: Scale) -> None:
         """Compute and discard gradients until the engine reaches its steady state; nothing else changes.
 
         The first passes of an engine may differ from later ones: DDP rebuilds its buckets after the first backward
@@ -137,7 +140,7 @@ class Engine(ABC):
         bitwise equal to those of an uninterrupted run. The arguments are as for :meth:`gradients`.
         """
         written = {weight: weight.detach().clone() for weight in map(self.module.get_parameter, self.written)}
-        with preserved(self.module, inputs.device), ExitStack() as untraced:
+        with preserved(self.module, targets.device), ExitStack() as untraced:
             for part in self.parts:
                 if part.compressor:
                     untraced.enter_context(part.compressor.rehearsing())
@@ -168,11 +171,11 @@ class Accumulating(Engine):
         self._part = part
         self._micro_batch = micro_batch
 
-    def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
+    def gradients(self, inputs: Any, targets: Tensor, scale: Scale) -> Tensor:
         """See :meth:`Engine.gradients`."""
-        pieces = list(zip(inputs.split(self._micro_batch), targets.split(self._micro_batch), strict=True))
-        total = torch.zeros((), device=inputs.device)
-        self._part.begin(scale(torch.ones((), device=inputs.device) / len(pieces)))
+        pieces = split((inputs, targets), self._micro_batch)
+        total = torch.zeros((), device=targets.device)
+        self._part.begin(scale(torch.ones((), device=targets.device) / len(pieces)))
         with self._part.around():
             for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
                 with nullcontext() if number == len(pieces) else self._part.deferred():
@@ -188,7 +191,7 @@ class Accumulating(Engine):
         return norm_of(self.module.parameters())
 
     @torch.no_grad()
-    def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
+    def outputs(self, inputs: Any, targets: Tensor | None = None) -> Tensor | None:
         """See :meth:`Engine.outputs`; not through DDP, which would synchronize the replicas."""
         try:
             with self._part.around():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,12 +16,13 @@ from torch.distributed.pipelining import PipelineStage
 
 from ptdbench.launch import collect
 from ptdbench.measure import memory
-from ptdbench.models.protocol import Model, members, module_of
+from ptdbench.models.protocol import Model, module_of
 from ptdbench.models.state import ModuleState
+from ptdbench.nested import first_tensor, map_tensors, split
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.engine import Engine, Scale, norm_of
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline_stages import Stage, StageSplit, add_up_shared, find_shared, split_stages, untie
+from ptdbench.parallel.pipeline_stages import Stage, add_up_shared, find_shared, split_stages, united, untie
 from ptdbench.parallel.precision import DTYPES
 
 
@@ -54,7 +56,7 @@ class LoneStage(_InferringStage):
     """A stage that infers shapes without its neighbors, on a virtual device that discards its messages."""
 
     #: What the previous stage would send for a micro-batch, on the meta device; ``None`` for the first stage.
-    arriving: Tensor | None = None
+    arriving: tuple[Tensor, ...] | None = None
 
     def _recv_meta(self, src_stage: int) -> Any:
         """Return the shapes that the neighbor would send, as torch 2.14 requests them."""
@@ -64,7 +66,7 @@ class LoneStage(_InferringStage):
             assert self._stage_meta.outputs is not None
             return _utils._StageBackwardMeta(_utils._derive_grad_metas(self._stage_meta.outputs))
         assert self.arriving is not None
-        metas = _utils.extract_tensor_metas((self.arriving,))
+        metas = _utils.extract_tensor_metas(self.arriving)
         assert metas is not None
         return _utils._StageForwardMeta(metas)
 
@@ -75,7 +77,7 @@ class LoneStage(_InferringStage):
         """Infer shapes under torch 2.11 as if the previous stage were on this rank: its output is then an argument."""
         places = self.stage_index_to_group_rank
         if self.arriving is not None:
-            args = (self.arriving,)
+            args = self.arriving
             self.stage_index_to_group_rank = {**places, self.stage_index - 1: self.group_rank}
         try:
             return super()._shape_inference(args, kwargs)  # type: ignore[misc, no-any-return]
@@ -93,38 +95,42 @@ def without_weights(model: Model) -> Model:
 
 
 def arriving(
-    model: Model, names: Sequence[str], inputs: Tensor, dtype: torch.dtype, shares: int, *, autocasts: bool = False
-) -> Tensor:
+    model: Model, names: Sequence[str], inputs: Any, dtype: torch.dtype, shares: int, *, autocasts: bool = False
+) -> tuple[Tensor, ...]:
     """Predict, on the meta device, what the model's first parts, with these names, would send for a micro-batch.
 
     The model's weights are on the meta device. ``shares``: the number of ranks that split the positions.
     ``autocasts``: torch casts to ``dtype`` where it chooses, which it does on a real or virtual device only.
     """
-    with torch.no_grad(), torch.autocast(inputs.device.type, dtype, enabled=autocasts):
+    device = first_tensor(inputs).device
+    with torch.no_grad(), torch.autocast(device.type, dtype, enabled=autocasts):
         try:
             if autocasts:
                 raise RuntimeError
-            batch, *rest = _through(deepcopy(model), names, torch.empty_like(inputs, device="meta")).shape
+            sent = _through(deepcopy(model), names, map_tensors(partial(torch.empty_like, device="meta"), inputs))
         except RuntimeError:  # a part reads values, as transformers' masks do: on a virtual GPU they are zeros
             sent = _through(deepcopy(model), names, inputs)
-            (batch, *rest), dtype = sent.shape, sent.dtype if autocasts else dtype
-            memory.release(inputs.device)
-    if shares > 1:
-        rest[0] //= shares
-    return torch.empty(batch, *rest, dtype=dtype, device="meta", requires_grad=True)
+            memory.release(device)
+
+    def predicted(tensor: Tensor) -> Tensor:
+        batch, *rest = tensor.shape
+        if shares > 1:
+            rest[0] //= shares
+        kind = tensor.dtype if autocasts else dtype
+        return torch.empty(batch, *rest, dtype=kind, device="meta", requires_grad=True)
+
+    return tuple(map(predicted, sent))
 
 
-def _through(model: Model, names: Sequence[str], hidden: Tensor) -> Tensor:
-    """Return a tensor after the parts with these names; each has weights on its device meanwhile."""
-    parts = model.parts() or {}
+def _through(model: Model, names: Sequence[str], inputs: Any) -> tuple[Tensor, ...]:
+    """Return what the parts with these names send; each has weights on its device meanwhile."""
+    sent: Any = ()
     for name in names:
-        held = members(name, parts[name]).values()
-        for module in held:
-            module.to_empty(device=hidden.device)
-        hidden = parts[name](hidden)
-        for module in held:
-            module.to("meta")
-    return hidden
+        stage = Stage(model, [name]).to_empty(device=first_tensor(inputs).device)
+        sent = stage(*sent, batch=(inputs, None))
+        sent = sent if isinstance(sent, tuple) else (sent,)
+        stage.to("meta")
+    return sent  # type: ignore[no-any-return]
 
 
 #: torch's options, by what gets its own communicator: each pair of ranks and direction (since 2.15), or each direction
@@ -174,17 +180,15 @@ class Pipelined(Engine):
         self._whole = None if collect.all_ranks_present() else without_weights(model)
         mesh = setting.mesh["pp"] or setting.mesh.dp  # of one rank for a pipeline of one stage
         group = mesh.get_group()
-        split = split_stages(model, options.stage_ranks(layout.dims))
+        divided = split_stages(model, options.stage_ranks(layout.dims))
         tied = model.tied()  # before sharding and untying replace the weights, which a model may compare
-        untie(model, tied, split)
-        last, named = len(split.stages) - 1, model.parts() or {}
+        untie(model, tied, divided)
+        last = len(divided.stages) - 1
         parts = {
-            number: apply(model, _stage(named, split, [number], is_last=number == last), setting, options)
-            for number in split.of(dist.get_rank(group))
+            number: apply(model, Stage(model, divided.stages[number]), setting, options)
+            for number in divided.of(dist.get_rank(group))
         }
-        self.module: nn.Module = next(iter(parts.values())).module
-        if len(parts) > 1:  # the same parts in one module
-            self.module = _stage(named, split, parts)
+        self.module: nn.Module = united([part.module for part in parts.values()])
         self.parts = list(parts.values())
         self._has_loss = last in parts
         self.owns_loss = self._has_loss and setting.owns_loss
@@ -194,32 +198,32 @@ class Pipelined(Engine):
         # DDP rebuilds its buckets in the last pass of a step, and moves the gradients accumulated before into them: it
         # divides these by the number of replicas, but multiplies others by the inverse, which rounds differently.
         self.rehearsals = settles + (layout.accumulation > 1) if settles else 1
-        self._split, self._parts, self._layout, self._group, self._device = split, parts, layout, group, device
+        self._split, self._parts, self._layout, self._group, self._device = divided, parts, layout, group, device
         self._dtype = DTYPES[setting.precision]
         self._autocasts = options.autocasts(layout.dims, setting.kernels, self._dtype)
         self._sequence = layout.dims.tensor if options.sequence else 1  #: Ranks that share the positions of a message.
         self.links = open_links(group, device)
         kind = _LinkedStage if self._whole is None else LoneStage
         self._stages = {
-            number: kind(part.module, number, len(split.stages), device, group=group) for number, part in parts.items()
+            number: kind(part.module, number, len(divided.stages), device, group=group)
+            for number, part in parts.items()
         }
         self._schedule = schedule.make([*self._stages.values()], layout.microbatches, self._share_of_loss)
-        self._shared = find_shared(tied, self.module, split, group)
+        self._shared = find_shared(tied, self.module, divided, group)
         self._scale: Scale = lambda loss: loss
         self._shares: list[Tensor] = []
 
-    def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
+    def gradients(self, inputs: Any, targets: Tensor, scale: Scale) -> Tensor:
         """See :meth:`ptdbench.parallel.engine.Engine.gradients`."""
         self._scale = scale
-        total = torch.zeros((), device=inputs.device)
-        size = self._layout.micro_batch * self._layout.microbatches
-        pieces = list(zip(inputs.split(size), targets.split(size), strict=True))
+        total = torch.zeros((), device=targets.device)
+        pieces = split((inputs, targets), self._layout.micro_batch * self._layout.microbatches)
         for part in self._parts.values():
-            part.begin(scale(torch.ones((), device=inputs.device) / (self._layout.microbatches * len(pieces))))
+            part.begin(scale(torch.ones((), device=targets.device) / (self._layout.microbatches * len(pieces))))
         with self.parts[0].around():
-            for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
+            for number, batch in enumerate(pieces, start=1):
                 self._shares.clear()
-                self._pass(some_inputs, some_targets, last=number == len(pieces))
+                self._pass(batch, last=number == len(pieces))
                 # The very first pass begins with torch's shape inference on uninitialized memory.
                 total += sum(self._shares[-self._layout.microbatches :])
         for part in self._parts.values():
@@ -238,51 +242,48 @@ class Pipelined(Engine):
         return square.sqrt()
 
     @torch.no_grad()
-    def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
+    def outputs(self, inputs: Any, targets: Tensor | None = None) -> Tensor | None:
         """See :meth:`ptdbench.parallel.engine.Engine.outputs`; without the schedule, whose micro-batches are equal."""
-        ranks, last = self._split.ranks, len(self._split.ranks) - 1
-        outputs = None
+        ranks, last, device = self._split.ranks, len(self._split.ranks) - 1, first_tensor(inputs).device
+        sent: Any = ()
         for number, part in self._parts.items():
-            if number == 0:
-                arrived = inputs
-            elif number - 1 in self._parts:  # the two arms of a V meet on one rank
-                assert outputs is not None
-                arrived = outputs
-            else:
-                arrived = receive_tensor(self._group, ranks[number - 1], inputs.device)
+            if number and number - 1 not in self._parts:  # else the two arms of a V meet on one rank
+                sent = receive_tensors(self._group, ranks[number - 1], device)
             try:
                 with part.around():
-                    outputs = part.module(arrived) if targets is None else part.module(arrived, targets)
+                    sent = part.module(*sent, batch=(inputs, targets))
             finally:
                 part.release()
+            sent = sent if isinstance(sent, tuple) else (sent,)
             if number < last and number + 1 not in self._parts:
-                send_tensor(outputs, self._group, ranks[number + 1])
-        if not self.owns_loss or outputs is None:
+                send_tensors(sent, self._group, ranks[number + 1])
+        if not self.owns_loss:
             return None
+        (outputs,) = sent
         return outputs if targets is None else outputs.mean()
 
-    def _pass(self, inputs: Tensor, targets: Tensor, last: bool) -> None:
+    def _pass(self, batch: tuple[Any, Tensor], last: bool) -> None:
         """Run one pass of the schedule; in the last one DDP averages the gradients, unless that follows separately.
 
         torch arms DDP before the backward pass of the last micro-batch. Each forward pass outside no_sync() would arm
         it too, and the first backward pass would then reduce incomplete gradients.
         """
-        arguments = (inputs,) if 0 in self._parts else ()
-        self._foresee(inputs)
-        options: dict[str, Any] = {"targets": targets} if self._has_loss else {}
+        self._foresee(batch[0])
         with ExitStack() as armed_late:
             for number, part in self._parts.items():
                 runs_hooks = last and not self._averages_after
                 self._stages[number].submod = part.runner if runs_hooks else part.module
                 if part.runner is not part.module:
                     armed_late.enter_context(part.deferred())
-            self._schedule.step(*arguments, target=targets, **options)
+            # Every stage gets the batch: masks and other inputs need not be sent.
+            self._schedule.step(target=batch[1], batch=batch)
 
-    def _foresee(self, inputs: Tensor) -> None:
+    def _foresee(self, inputs: Any) -> None:
         """Predict what will arrive at stages whose predecessors are absent."""
         for number, stage in self._stages.items():
             if isinstance(stage, LoneStage) and self._whole is not None and number and stage.arriving is None:
-                before, micro_batch = [*chain(*self._split.stages[:number])], inputs[: self._layout.micro_batch]
+                before = [*chain(*self._split.stages[:number])]
+                micro_batch = split(inputs, self._layout.micro_batch)[0]
                 shares, autocasts = self._sequence, self._autocasts
                 stage.arriving = arriving(self._whole, before, micro_batch, self._dtype, shares, autocasts=autocasts)
 
@@ -302,26 +303,25 @@ class _LinkedStage(_InferringStage):
         return [message for message in messages if message.peer != dist.get_rank()]
 
 
-def _stage(parts: Mapping[str, nn.Module], split: StageSplit, numbers: Iterable[int], is_last: bool = False) -> Stage:
-    return Stage({name: parts[name] for number in numbers for name in split.stages[number]}, is_last)
-
-
-def send_tensor(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
-    """Send a tensor of at most eight dimensions to rank ``to`` of the group, preceded by its shape and dtype.
+def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, to: int) -> None:
+    """Send tensors of at most eight dimensions to rank ``to`` of the group, preceded by their shapes and dtypes.
 
     For evaluation, whose last batch is smaller: ``PipelineStage`` infers shapes only once, in its first pass.
     """
-    header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    header += [0] * (2 + _MOST_DIMENSIONS - len(header))
-    dist.send(torch.tensor(header, device=tensor.device), group=group, group_dst=to)
-    dist.send(tensor.contiguous(), group=group, group_dst=to)
+    for left, tensor in zip(range(len(tensors) - 1, -1, -1), tensors, strict=True):
+        header = [left, _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        header += [0] * (3 + _MOST_DIMENSIONS - len(header))
+        dist.send(torch.tensor(header, device=tensor.device), group=group, group_dst=to)
+        dist.send(tensor.contiguous(), group=group, group_dst=to)
 
 
-def receive_tensor(group: dist.ProcessGroup, origin: int, device: torch.device) -> Tensor:
-    """Receive, on ``device``, the tensor that rank ``origin`` of the group sends."""
-    header = torch.empty(2 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
-    dist.recv(header, group=group, group_src=origin)
-    dtype, dimensions, *shape = header.tolist()
-    tensor = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=device)
-    dist.recv(tensor, group=group, group_src=origin)
-    return tensor
+def receive_tensors(group: dist.ProcessGroup, origin: int, device: torch.device) -> list[Tensor]:
+    """Receive, on ``device``, the tensors that rank ``origin`` of the group sends."""
+    tensors, left = list[Tensor](), 1
+    while left:
+        header = torch.empty(3 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
+        dist.recv(header, group=group, group_src=origin)
+        left, dtype, dimensions, *shape = header.tolist()
+        tensors.append(torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=device))
+        dist.recv(tensors[-1], group=group, group_src=origin)
+    return tensors

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ptdbench.local_part import local_part
-from ptdbench.models.protocol import FlopsUnknown, Model, members, module_of
+from ptdbench.models.protocol import FlopsUnknown, Model, members, module_of, runner
+from ptdbench.models.stages import Loose
+from ptdbench.nested import map_tensors
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.options import Options
@@ -41,7 +43,9 @@ class StageSplit:
     def owner(self, weight: str) -> int:
         """Return the stage that holds a weight, given its full name."""
         return next(
-            number for number, names in enumerate(self.holds) if any(weight.startswith(f"{name}.") for name in names)
+            number
+            for number, names in enumerate(self.holds)
+            if any(f"{weight}.".startswith(f"{name}.") for name in names)
         )
 
 
@@ -71,77 +75,111 @@ def unrepeated(model: Model, split: StageSplit) -> list[list[str]]:
 
 
 def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
-    """Return the cost of each part: its FLOPs if the model states them by part, else its number of parameters."""
-    flops = _flops(model)
-    if parts.keys() <= flops.keys():
-        return [flops[name] for name in parts]
+    """Return the cost of each part: the FLOPs that the model states or counts, else its number of parameters."""
+    if flops := _flops(model, parts):
+        return flops
     return [sum(weight.numel() for weight in part.parameters()) for part in parts.values()]
 
 
-def _flops(model: Model) -> Mapping[str, float]:
-    try:
-        return model.train_flops()
-    except FlopsUnknown:
-        return {}
+def _flops(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
+    """Return the FLOPs of each part; empty if they are unknown."""
+    with suppress(FlopsUnknown):
+        stated = model.train_flops()
+        if parts.keys() <= stated.keys():
+            return [stated[name] for name in parts]
+    counted = counts() if (counts := getattr(model, "flops_of_modules", None)) else {}
+    flops = [sum(counted.get(held, 0.0) for held in members(name, part)) for name, part in parts.items()]
+    return flops if any(flops) else []
+
+
+#: A pipeline's most expensive rank may cost this many times the mean before that is remarked on.
+_EVEN = 1.25
 
 
 def imbalance(model: Model, split: StageSplit) -> str | None:
-    """Say which rank's stages have too much of the model's cost; ``None`` if none have.
+    """Say how uneven the stages of ranks are, why, and what to try; ``None`` if none has much more than the mean.
 
-    A pipeline whose slowest rank has the share ``s`` of the cost is at most ``1 / s`` times as fast as one rank. With
-    ``p`` ranks that is too slow if it is less than a third of the way from 1 to ``p``: ``s > 3 / (p + 2)``, 75 % for
-    two ranks, 50 % for four.
+    A pipeline whose slowest rank has the share ``s`` of the cost is at most ``1 / s`` times as fast as one rank.
     """
     parts = model.parts() or {}
     of_parts = dict(zip(parts, costs(model, parts), strict=True))
-    of_ranks, total = dict.fromkeys(split.ranks, 0.0), sum(of_parts.values()) or 1.0
+    of_ranks, total = dict.fromkeys(sorted(split.ranks), 0.0), sum(of_parts.values()) or 1.0
     for rank, names in zip(split.ranks, split.stages, strict=True):
         of_ranks[rank] += sum(of_parts[name] for name in names) / total
-    rank, share = max(of_ranks.items(), key=itemgetter(1))
-    if share * (len(of_ranks) + 2) <= 3:
+    share, count = max(of_ranks.values()), len(of_ranks)
+    if share * count <= _EVEN:
         return None
-    kind = "FLOPs" if parts.keys() <= _flops(model).keys() else "weights"
+    kind = "FLOPs" if _flops(model, parts) else "weights"
     largest = max(of_parts, key=of_parts.__getitem__)
-    splits = f"the model can only be split before {' and '.join([*parts][1:])}"
-    why = splits if len(parts) <= 4 else f"{largest} alone has {of_parts[largest] / total:.0%}"
-    where = f"stage{'s' * (len(split.of(rank)) > 1)} {', '.join(map(str, split.of(rank)))} of {len(split.stages)}"
-    return f"{where} with {share:.0%} of the {kind}, as {why}: at most {1 / share:.2f} times as fast as one rank"
+    if of_parts[largest] * count > _EVEN * total:
+        why, remedy = f"{largest} alone has {of_parts[largest] / total:.0%}", "fewer stages, or parallel=fsdp"
+    else:
+        places = f"only {len(parts) - 1} places" if len(parts) > 2 else "one place"
+        why, remedy = f"the model has {places} to split it", "parts() with shorter ones, or parallel=fsdp"
+    shares = " : ".join(f"{100 * part:.0f}" for part in of_ranks.values())
+    return f"stages {shares} of the {kind}, as {why}: at most {1 / share:.2f} times as fast as one rank; try {remedy}"
 
 
 class Stage(nn.Module):
-    """Consecutive parts of a model under their dotted names in it; only the last stage uses the targets.
+    """Consecutive parts of a model under their dotted names in it.
 
     Weights, checkpoints and gradients therefore have the same names for any number of stages.
     """
 
-    def __init__(self, parts: Mapping[str, nn.Module], is_last: bool = False) -> None:
+    def __init__(self, model: Model, names: Sequence[str]) -> None:
         super().__init__()
-        modules = [item for name, part in parts.items() for item in members(name, part).items()]
-        for name, module in modules:
+        parts = model.parts() or {}
+        for name, module in (item for part in names for item in members(part, parts[part]).items()):
             *path, leaf = name.split(".")
             holder: nn.Module = self
             for step in path:
                 if step not in holder._modules:
                     holder.add_module(step, nn.Module())
                 holder = holder.get_submodule(step)
-            holder.add_module(leaf, module)
-        self._chain = list(parts.values())
-        self._is_last = is_last
+            if isinstance(module, Loose):
+                holder.register_parameter(leaf, module.weight)
+            else:
+                holder.add_module(leaf, module)
+        self._chain = [parts[name] for name in names]
+        self._run = runner(model, names)
+        self._is_last = names[-1] == [*parts][-1]
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return activations for the next stage; on the last stage, with targets, the mean loss as ``(1,)``.
+    def forward(self, *arrived: Tensor, batch: tuple[Any, Any] = (None, None)) -> Any:
+        """Return what the next stage needs; on the last stage, with targets, the mean loss as ``(1,)``.
 
         The loss is not a scalar because the schedule concatenates the results of micro-batches along a dimension.
+
+        Args:
+            arrived: The tensors that the stage before has sent.
+            batch: The model's inputs, and its targets or ``None``.
         """
-        if inputs.requires_grad:
-            inputs = _ContiguousGradient.apply(inputs)
-        for part in self._chain[:-1]:
-            inputs = part(inputs)
-        last = self._chain[-1]
-        if targets is not None and self._is_last:
-            return last(inputs, targets).reshape(1).clone()  # FSDP does not accept a view
+        inputs, targets = batch
+        hidden = [_ContiguousGradient.apply(tensor) if tensor.requires_grad else tensor for tensor in arrived]
+        if self._run:
+            sent = self._run(self, hidden, inputs, targets)
+        else:
+            sent = hidden[0] if hidden else inputs
+            for part in self._chain[:-1]:
+                sent = part(sent)
+            sent = self._chain[-1](sent, *([targets] if self._is_last and targets is not None else []))
+        if self._is_last and targets is not None:
+            return sent.reshape(1).clone()  # FSDP does not accept a view
         # Messages must be contiguous, and images may be channels-last.
-        return last(inputs).contiguous()
+        return map_tensors(Tensor.contiguous, sent)
+
+
+def united(modules: Sequence[nn.Module]) -> nn.Module:
+    """Return one module with the submodules and weights of several stages, under the same names."""
+    if len(modules) == 1:
+        return modules[0]
+    whole, children = nn.Module(), dict[str, list[nn.Module]]()
+    for module in modules:
+        whole._parameters |= module._parameters
+        for name, child in module.named_children():
+            children.setdefault(name, []).append(child)
+    for name, several in children.items():
+        whole.add_module(name, united(several))
+    return whole
 
 
 class _ContiguousGradient(torch.autograd.Function):

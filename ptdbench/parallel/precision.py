@@ -54,7 +54,10 @@ def _casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable
             value if taken[place : place + 1] == ["targets"] else tree_map(cast, value)
             for place, value in enumerate(arguments)
         )
-        options = {name: value if name == "targets" else tree_map(cast, value) for name, value in options.items()}
+        kept = {"targets": options.get("targets")}
+        if "batch" in options:  # of a stage: inputs and targets
+            kept["batch"] = (tree_map(cast, options["batch"][0]), options["batch"][1])
+        options = {name: kept[name] if name in kept else tree_map(cast, value) for name, value in options.items()}
         return forward(*arguments, **options)
 
     return wrapped

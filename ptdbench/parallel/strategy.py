@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ class Strategy(Options):
         """Raise ConfigError for a model that cannot be laid out this way."""
         require(*conflicts.problems(self, conflicts.of_model(self, model, layout.dims), plan=layout))
 
-    def check_sample(self, inputs: Tensor, targets: Tensor, layout: BatchPlan) -> None:
+    def check_sample(self, inputs: Any, targets: Tensor, layout: BatchPlan) -> None:
         """Raise ConfigError if samples, ``[batch, length]``, cannot be split this way."""
         require(*conflicts.problems(self, conflicts.of_sample(self, inputs, targets, layout.dims), plan=layout))
 

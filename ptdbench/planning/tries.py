@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ptdbench.nested import tensors
 from ptdbench.parallel import experts
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import divisors
@@ -138,4 +139,4 @@ def stand_in(training: TrainingSpec, layout: BatchPlan) -> BatchPlan:
 def missing_sample_bytes(training: TrainingSpec, layout: BatchPlan) -> int:
     """Return the bytes of samples that the stand-in step omits: a rank holds all samples of a step from its start."""
     missing = layout.replica_batch - stand_in(training, layout).replica_batch
-    return missing * sum(tensor.nbytes for tensor in training.data.example())
+    return missing * sum(tensor.nbytes for tensor in tensors(training.data.example()))

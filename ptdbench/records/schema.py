@@ -417,7 +417,10 @@ class Remarks(Struct, omit_defaults=True):
     """Remarks on a run."""
 
     check: str | None = None  #: What the check before the run (``check=true``) found unsound.
-    pipeline: str | None = None  #: Which stages have too much of the model for a pipeline to be faster than one rank.
+    #: How uneven the stages of a pipeline are, if the largest costs over 1.25 times the mean.
+    pipeline: str | None = None
+    #: How a pipeline's stages were found: by the model's ``parts()``, or by following its ``forward``.
+    stages_by: str | None = None
     kernels: str | None = None  #: What of ours was used with ``kernels=torch``.
     ceiling: str | None = None  #: That the run exceeded the ceiling, and the result of measuring the ceiling again.
     cut_short: str | None = None  #: Why there were fewer steps than requested.

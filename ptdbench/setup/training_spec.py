@@ -11,12 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ptdbench.data import own
 from ptdbench.data.protocol import Data
 from ptdbench.models import foreign
 from ptdbench.models.experts import Experts
-from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, members, module_of
+from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, members, module_of, runner
 from ptdbench.models.state import Modes
-from ptdbench.models.trial import observe, trial
+from ptdbench.models.trial import failure, observe
+from ptdbench.nested import first_tensor
 from ptdbench.optim.groups import DECAYED, in_groups
 from ptdbench.optim.muon import Muon
 from ptdbench.optim.schedules import Schedule
@@ -146,13 +148,18 @@ class TrainingSpec:
         """Say which stages of a pipeline have too much of the model, if any, before :meth:`engine`."""
         return imbalance(self.model, where) if (where := self._split()) else None
 
+    def stages_by(self) -> str | None:
+        """Say how the stages of a pipeline are found; ``None`` without one."""
+        split = self._split()
+        return split and ("forward" if runner(self.model, split.stages[0]) else "parts()")
+
     def _split(self) -> StageSplit | None:
         dims = self.layout.dims
         return split_stages(self.model, self.strategy.stage_ranks(dims)) if dims.pipeline > 1 else None
 
     def engine(self, mesh: Mesh, device: torch.device) -> Engine:
         """Lay out the model over the mesh; called in every rank."""
-        general, image = self.config.general, self.data.example()[0]
+        general, image = self.config.general, first_tensor(self.data.example())
         setting = Setting(
             mesh=mesh,
             layout=self.layout,
@@ -208,7 +215,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int], *
     data: Data | None = found.catch(_data, config)
     schedule: Schedule | None = found.catch(_schedule, config)
 
-    def example() -> tuple[Tensor, Tensor]:
+    def example() -> tuple[Any, Tensor]:
         assert data  # called only after strategy, data and model exist
         return data.example()
 
@@ -266,12 +273,7 @@ def prepare_data(config: Config, data: Data | None = None) -> None:
 
 
 def _data(config: Config) -> Data:
-    found: Data = choices.build(config, "data")
-    lacks = [name for name in vars(Data) if not name.startswith("_") and name not in dir(found)]
-    if lacks:
-        remedy = "derive it from ptdbench.data.protocol.Data"
-        require(Problem("data._target_", config.call("data").target, f"has no {', '.join(lacks)}", remedy))
-    return found
+    return own.adapt(choices.build(config, "data"), config.call("data").target, config.general.seed)
 
 
 def _schedule(config: Config) -> Schedule:
@@ -341,7 +343,7 @@ def _of_one_number(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def _model(config: Config, example: Callable[[], tuple[Tensor, Tensor]]) -> Model:
+def _model(config: Config, example: Callable[[], tuple[Any, Tensor]]) -> Model:
     call = config.call("model")
     try:
         choices.check(call, "model")
@@ -352,22 +354,21 @@ def _model(config: Config, example: Callable[[], tuple[Tensor, Tensor]]) -> Mode
 
 
 def _check_data(config: Config, model: Model, data: Data) -> None:
-    """Try the model on one sample on the meta device, where it costs nothing; skipped for a model on another device."""
+    """Try the model on two samples, on the meta device if it runs there, where that costs nothing."""
     built, given = config.call("model"), config.call("data")
     for name in ("sequence_length", "image_size") if built.target.startswith("ptdbench.") else ():
         size, asked = built.options.get(name), given.options.get(name)
         if None not in (size, asked) and size != asked:
             rule = f"must be {size}, that of model={built.name}, for which FLOPs are counted"
             require(Problem(f"data.{name}", asked, rule, f"try model.{name}={asked}"))
-    module = module_of(model)
-    if not all(parameter.is_meta for parameter in module.parameters()):
-        return
-    try:
-        with trial(module):
-            module(*data.example())
-    except Exception as error:  # a model may raise anything
+    if error := failure(module_of(model), data.example()):
         rule = f"does not suit model={built.name}: {first_line(error)}"
-        raise ConfigError([Problem("data", given.name, rule)]) from None
+        remedy = ""
+        if isinstance(model, foreign.Adapted):
+            rule += f"; its forward takes {', '.join(model.takes)}"
+            names = ("data=synthetic_inputs, or " * ("config" in built.options), "samples that are a dict of these")
+            remedy = f"try {''.join(names)} by data=custom"
+        raise ConfigError([Problem("data", given.name, rule, remedy)]) from None
 
 
 def _untreated(config: Config, activations: Activations, model: Model) -> Iterator[Problem]:

@@ -7,8 +7,7 @@ from ptdbench.kernels.copies import Copies
 from ptdbench.models.gpt import GPT
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel import pipeline_stages as stages
-from ptdbench.parallel.pipeline_engine import arriving, receive_tensor, send_tensor, without_weights
-from ptdbench.parallel.pipeline_stages import Stage
+from ptdbench.parallel.pipeline_engine import arriving, receive_tensors, send_tensors, without_weights
 from tests.parallel.ranks import on_ranks
 
 TENSORS = {
@@ -31,9 +30,9 @@ def in_rank() -> tuple[list[Tensor], list[Tensor]]:
 
 def handed_over() -> list[Tensor]:
     group, rank = dist.group.WORLD, dist.get_rank()
-    for tensor in TENSORS.values() if rank == 0 else ():
-        send_tensor(tensor, group, 1)
-    return [receive_tensor(group, 0, torch.device("cpu")) for _ in TENSORS] if rank == 1 else []
+    if rank == 0:
+        send_tensors([*TENSORS.values()], group, 1)
+    return receive_tensors(group, 0, torch.device("cpu")) if rank == 1 else []
 
 
 @pytest.mark.ranks
@@ -53,7 +52,7 @@ def gradients_of_a_shared_weight() -> list[Tensor]:
     where = stages.StageSplit(names, [0, 1, 2, 0], names)
     stages.untie(model, tied, where)
     rank = dist.get_rank()
-    here = Stage({name: model.get_submodule(name) for number in where.of(rank) for name in names[number]})
+    here = nn.ModuleDict({name: model.get_submodule(name) for number in where.of(rank) for name in names[number]})
     for number, copy in enumerate(here.parameters()):
         copy.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(3 * number + rank))
     shared = stages.find_shared(tied, here, where, dist.group.WORLD)
@@ -80,7 +79,7 @@ def test_shape_from_absent_rank_is_predicted():
     head = model.parts()["head"].to_empty(device="cpu")
     module_of(model).get_submodule("embedding.token").weight = head.projection.weight
     Copies(model.parts()["blocks.0"], [], torch.bfloat16).begin()
-    predicted = arriving(
+    (predicted,) = arriving(
         whole, ["embedding", "blocks.0"], torch.zeros(4, 6, dtype=torch.int64), torch.bfloat16, shares=1
     )
     assert (predicted.shape, predicted.dtype, predicted.device.type) == ((4, 6, 8), torch.bfloat16, "meta")
