@@ -27,6 +27,7 @@ ROOMS = """
     parallel
     kernels
     data models optim
+    prediction
     profiling
     measure
     launch

@@ -96,6 +96,10 @@ def _softmax_gradient(  # type: ignore[no-untyped-def]
     _overwrite(logits + number * stride, position, largest, total, VOCABULARY, COLUMNS)
 
 
+# Whether a kernel changes its first argument in place, or by which option: for the bytes that it reads and writes.
+_softmax_cross_entropy.rewrites, _softmax_statistics.rewrites, _softmax_gradient.rewrites = "GRADIENT", False, True
+
+
 def cross_entropy_(logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
     """Compute the loss of each row, and overwrite the logits with the gradient of the sum of losses.
 

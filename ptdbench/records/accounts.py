@@ -27,7 +27,6 @@ def merged(accounts: Sequence[Virtual], stands_for: Mapping[int, int] | None = N
     counts = [sum((stands_for or {}).get(rank, 1) for rank in of_account) for of_account in ranks]
     return Virtual(
         device=first.device,
-        real_time=first.real_time,
         ranks=[*chain(*ranks)],
         context_bytes=first.context_bytes,
         **{name: _joined(getattr(account, name) for account in accounts) for name in _OF_RANKS},

@@ -209,7 +209,6 @@ class Virtual(Struct):
     """
 
     device: str | None = None  #: The name of the GPUs, which begins with ``virtual``.
-    real_time: bool | None = None  #: Whether kernels took time, by a crude model.
     ranks: list[Count] | None = None  #: The ranks that were run.
     allocated_bytes: list[Count] | None = None  #: Peak memory allocated by PyTorch.
     #: The step of this peak, from 1; of a program of one's own.

@@ -57,7 +57,7 @@ def explain(directory: Path, against: Path | None) -> Explanation:
     if is_run(directory):
         if not imitated:
             _require_phases(*runs)
-        if not recorded_phases.missing(runs[0]):  # a virtual run has phases in real time
+        if not recorded_phases.missing(runs[0]):  # a virtual run has none
             (called,) = labels.names(runs)
             explanation.groups.append(Group(called, {called: runs[0]}, [1], []))
         return explanation

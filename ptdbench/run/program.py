@@ -130,7 +130,6 @@ def _of_processes(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> Ite
                 kernels[kernel_kind(name)] += count
             yield Virtual(
                 device=machine.gpu_name,
-                real_time=False,
                 ranks=[report["rank"] if report["rank"] >= 0 else place],
                 allocated_bytes=[device.get("allocated", 0)],
                 peak_steps=[device.get("allocated_step", 0)] if report["steps"] else None,

@@ -294,7 +294,7 @@ def _unfit_for_search(config: Config, world: World | None, virtual: Machine | No
     wanted, launcher = config.train.micro_batch, world.launcher if world else ""
     remedy = f"start it with plain python or cluster=slurm, or give the number that {command('plan')} finds"
     return broken([
-        (wanted == "best" and virtual is not None and not virtual.real_time, "train.micro_batch", wanted,
+        (wanted == "best" and virtual is not None, "train.micro_batch", wanted,
          "is found by timing runs, and virtual GPUs take no time", "try max"),
         (wanted in ("max", "best") and launcher in LAUNCHERS, "train.micro_batch", wanted,
          f"is found by short runs, each with fresh ranks, and {launcher} has started these once", remedy),

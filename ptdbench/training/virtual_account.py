@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from ptdbench.records.accounts import merged
 from ptdbench.records.schema import Messages, Virtual
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
+from ptdbench.virtual.watch import LOGGED, Log
 
 
 def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> Virtual | None:
@@ -62,13 +64,13 @@ def _of_rank(job: Job, loop: StepLoop) -> Virtual:
     assert machine
     account = Virtual(
         device=machine.gpu_name,
-        real_time=machine.real_time,
         ranks=[job.world.rank],
         allocated_bytes=[memory.peak_bytes(job.device)],  # of the steps before
         reserved_bytes=[memory.peak_reserved_bytes(job.device)],
         context_bytes=machine.gpu.context,
         communicators=[len(_communicating())],
     )
+    _write_log(job, loop)
     if not job.spec.config.profile.steps:
         account.reason = "profile.steps=0"
         return account
@@ -83,6 +85,21 @@ def _of_rank(job: Job, loop: StepLoop) -> Virtual:
             settle()
             memory.trim()
     return account
+
+
+def _write_log(job: Job, loop: StepLoop) -> None:
+    """Write a log of some steps if one is asked for, under torch's profiler, by which the library counts operators."""
+    log = Log(job.world.rank, job.world.size)
+    if not log:
+        return
+    with job.display.during("profiling"), closing(loop.feed), profile.profiled(job.device):
+        log.begin()
+        for number in range(loop.done, loop.done + LOGGED):
+            profile.step(loop, number)
+            log.mark()
+        log.end()
+    settle()
+    memory.trim()
 
 
 def _launched(job: Job, loop: StepLoop) -> tuple[dict[str, list[int]], dict[str, Messages]]:

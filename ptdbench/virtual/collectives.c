@@ -184,15 +184,18 @@ static ncclResult_t collective(enum what what, const void *from, void *to, size_
     /* ring algorithm: (n - 1)/n of all bytes pass each link, twice in an all-reduce */
     double moved = bytes * (what == ALL_REDUCE ? 2.0 : 1.0) * (c->ranks - 1) / c->ranks;
     start_not_before(stream, start);
-    enqueue(stream,
-            &(struct work){KERNEL,
-                           kernels[what],
-                           LATENCY + moved / link_rate() * 1e9,
-                           bytes,
-                           {16, 1, 1},
-                           {640, 1, 1},
-                           0,
-                           c->ranks > 1 ? operations[what] : NULL});
+    enqueue(stream, &(struct work){.kind = KERNEL,
+                                   .name = kernels[what],
+                                   .nanoseconds = LATENCY + moved / link_rate() * 1e9,
+                                   .bytes = bytes,
+                                   .grid = {16, 1, 1},
+                                   .block = {640, 1, 1},
+                                   .operation = c->ranks > 1 ? operations[what] : NULL,
+                                   .detail = {.dims = {c->ranks, c->rank, root},
+                                              .dtype = NUMBER_OF(type),
+                                              .operation = what,
+                                              .sequence = c->messages++,
+                                              .communicator = c->number}});
     return ncclSuccess;
 }
 

@@ -5,7 +5,7 @@
  * torch and may change between versions. Each layout is described at the struct that reads it. selftest.py tests each
  * kind with the installed torch; PTDBENCH_VIRTUAL_COMPUTED names those that passed, and the others are not computed.
  */
-#include "virtual.h"
+#include "arguments.h"
 
 #include <math.h>
 #include <nccl.h>
@@ -24,9 +24,7 @@ static void read_kinds(void) {
 
 /* ---- NCCL's type numbers, from C++ names and from c10::ScalarType (c10/core/ScalarType.h) ---- */
 
-#define UNKNOWN -1
-
-static int type_named(const char *name) {
+int type_named(const char *name) {
     static const struct {
         const char *name;
         int type;
@@ -44,17 +42,11 @@ static int type_named(const char *name) {
     return UNKNOWN;
 }
 
-static int type_of_scalar(int scalar_type) {
+int type_of_scalar(int scalar_type) {
     static const int types[] = {ncclUint8,   ncclInt8,    UNKNOWN, ncclInt32,   ncclInt64, ncclFloat16,
                                 ncclFloat32, ncclFloat64, UNKNOWN, UNKNOWN,     UNKNOWN,   ncclUint8,
                                 UNKNOWN,     UNKNOWN,     UNKNOWN, ncclBfloat16};
     return scalar_type >= 0 && scalar_type < (int)(sizeof types / sizeof *types) ? types[scalar_type] : UNKNOWN;
-}
-
-/* What follows a text in a name; NULL if the name does not contain it. */
-static const char *after(const char *name, const char *text) {
-    const char *found = strstr(name, text);
-    return found ? found + strlen(text) : NULL;
 }
 
 /* ---- recognition by name ---- */
@@ -80,17 +72,7 @@ struct recipe {
     int type, result; /* NCCL's numbers of the compute type and the output type */
     bool truth;       /* a bool: everything but 0 becomes 1 */
     int neutral;      /* bytes of a reduction's neutral element */
-    bool elementwise; /* its first argument is the number of elements */
-    int bytes;        /* read and written per element, as far as the name reveals */
 };
-
-/* The argument type of the innermost lambda after a text:
- * direct_copy_kernel_cuda(...)::{lambda()#3}::...{lambda(float)#1}. */
-static const char *lambda_behind(const char *name, const char *text) {
-    const char *at = after(name, text);
-    while (at && (at = after(at, "{lambda(")) && *at == ')');
-    return at;
-}
 
 /* Finds what an elementwise kernel computes for each element; the functors are in
  * ATen/native/cuda/{Copy,FillKernel,CompareEQKernel,CompareKernels}.cu and ATen/native/BinaryOps.h. */
@@ -130,8 +112,6 @@ static const char *recognise_function(const char *name, struct recipe *r) {
 
 static void recognise_elementwise(const char *name, struct recipe *r) {
     const char *tensors = after(name, "std::array<char*, ");
-    bool small = strstr(name, "BFloat16") || strstr(name, "c10::Half");
-    r->elementwise = true, r->bytes = (tensors ? atoi(tensors) : OPERANDS) * (small ? 2 : 4);
     r->result = UNKNOWN;
     const char *type = recognise_function(name, r);
     r->type = type_named(type);
@@ -183,35 +163,11 @@ const struct recipe *recognise(const char *name) {
         recognise_reduction(name, r);
     else if (strstr(name, "DeviceReduceSingleTileKernel<"))
         r->shape = COUNTING, r->kind = NONZERO;
-    else if (strstr(name, "multi_tensor_apply"))
-        r->bytes = strstr(name, "Adam") ? 28 : 12; /* in fp32: Adam reads 4 tensors and writes 3 */
     if (!enabled[r->kind] || (r->shape == STRIDING && !enabled[STRIDED])) r->shape = OTHER;
     return r;
 }
 
-/* Bytes that a kernel reads and writes: a rough estimate from its name and number of elements or threads. */
-size_t traffic(const struct recipe *r, void **arguments, dim3 grid, dim3 block) {
-    const size_t chunk = 65536, by_thread = 16; /* elements per block (MultiTensorApply.cuh); a guess for the others */
-    size_t blocks = (size_t)grid.x * grid.y * grid.z;
-    if (r && r->elementwise && arguments) return (size_t)*(int *)arguments[0] * r->bytes;
-    if (r && r->bytes) return blocks * chunk * r->bytes;
-    return blocks * block.x * block.y * block.z * by_thread;
-}
-
 /* ---- addresses of the elements of a kernel's tensors ---- */
-
-/* ATen/cuda/detail/OffsetCalculator.cuh, with unsigned int as index: dims; for each dimension an IntDivider (divisor,
- * and two numbers by which a device divides); for each dimension the stride in bytes of every tensor. */
-enum { MAX_DIMS = 25 };
-struct divider {
-    uint32_t size, magic, shift;
-};
-#define OFFSET_CALCULATOR(tensors)           \
-    struct {                                 \
-        int dims;                            \
-        struct divider sizes[MAX_DIMS];      \
-        uint32_t strides[MAX_DIMS][tensors]; \
-    }
 
 /* The offset of the index-th element of one tensor. */
 static size_t offset(int dims, const struct divider *sizes, const uint32_t *strides, int tensors, int tensor,
@@ -222,13 +178,6 @@ static size_t offset(int dims, const struct divider *sizes, const uint32_t *stri
         index /= sizes[d].size;
     }
     return bytes;
-}
-
-static bool sane(int dims, const struct divider *sizes) {
-    if (dims < 0 || dims > MAX_DIMS) return false;
-    for (int d = 0; d < dims; d++)
-        if (!sizes[d].size) return false;
-    return true;
 }
 
 /* The tensors of an elementwise kernel, the output first. */
@@ -337,13 +286,6 @@ static void compute_elementwise(const struct recipe *r, void **arguments) {
 }
 
 /* ---- reductions: ReduceOp of ATen/native/cuda/Reduce.cuh ---- */
-
-struct reduce_config {
-    int element_bytes, inputs, outputs, step_input, step_output, blocks_per_output, input_mult[3], output_mult[2];
-    int block_width, block_height, threads;
-    bool vectorized;
-    int output_vector;
-};
 
 /* Follows the functor (empty, 1 byte) and the neutral element in the compute type. */
 struct reduction {

@@ -46,6 +46,7 @@ API CUptiResult cuptiActivityPushExternalCorrelationId(CUpti_ExternalCorrelation
     if ((int)kind >= EXTERNAL_KINDS) return CUPTI_ERROR_INVALID_PARAMETER;
     if (deep[kind] < DEPTH) above[kind][deep[kind]] = id;
     deep[kind]++;
+    if (kind == CUPTI_EXTERNAL_CORRELATION_KIND_CUSTOM0) count_operator();
     return CUPTI_SUCCESS;
 }
 
@@ -135,23 +136,22 @@ static bool make_room(void) {
 
 static uint32_t last_id;
 
-void record_work(const struct work *work, cudaStream_t stream, double begin, double end) {
+void record_work(const struct work *work, cudaStream_t stream) {
     static const int callbacks[] = {[KERNEL] = LAUNCH_KERNEL, [COPY] = MEMCPY_ASYNC, [SET] = MEMSET_ASYNC};
-    /* nanoseconds of a call, and of work if the device takes no time: guesses */
+    /* nanoseconds of a call, and of work: guesses */
     enum { CALL = 4000, AT_ONCE = 1000 };
     if (!enabled[CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL] && !enabled[CUPTI_ACTIVITY_KIND_RUNTIME]) return;
     pthread_mutex_lock(&lock);
-    double rate = ticks(), time = now();
-    /* torch drops records that end after profiling stopped: without real time the device's clock runs ahead of the
-     * host's, so work is recorded at the time of its call */
-    double after = real_time() ? begin - time : 0, takes = real_time() ? end - begin : AT_ONCE;
-    uint64_t called = torch_now(), from = called + after * rate, to = from + takes * rate;
+    double rate = ticks();
+    /* torch drops records that end after profiling stopped, and the device's clock runs ahead of the host's: work is
+     * recorded at the time of its call */
+    uint64_t called = torch_now(), to = called + AT_ONCE * rate;
     if (make_room()) {
         uint32_t id = ++last_id;
         write_call(id, callbacks[work->kind], called, called + CALL * rate);
-        if (work->kind == KERNEL) write_kernel(id, work, stream, from, to);
-        if (work->kind == COPY) write_copy(id, work, stream, from, to);
-        if (work->kind == SET) write_set(id, work, stream, from, to);
+        if (work->kind == KERNEL) write_kernel(id, work, stream, called, to);
+        if (work->kind == COPY) write_copy(id, work, stream, called, to);
+        if (work->kind == SET) write_set(id, work, stream, called, to);
     }
     pthread_mutex_unlock(&lock);
 }

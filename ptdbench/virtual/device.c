@@ -50,11 +50,6 @@ bool alone(void) {
     return is < 0 ? (is = set("PTDBENCH_VIRTUAL_ALONE")) : is;
 }
 
-bool real_time(void) {
-    static int is = -1;
-    return is < 0 ? (is = set("PTDBENCH_VIRTUAL_REAL_TIME")) : is;
-}
-
 bool computes(const char *kind) {
     /* PTDBENCH_VIRTUAL_COMPUTED: kinds separated by commas; only whole words match. */
     const char *list = getenv("PTDBENCH_VIRTUAL_COMPUTED");

@@ -1,7 +1,7 @@
 """A GPU model for the virtual library: the figures of its data sheet, and the size of its CUDA context.
 
 The models are in ``conf/virtual/*.yaml``. The figures determine what a program sees
-(``torch.cuda.get_device_properties``, what fits) and estimated durations in real-time mode; none was measured here.
+(``torch.cuda.get_device_properties``, what fits) and estimated times between events; none was measured here.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@
 struct kernel {
     const void *host;            /* its host stub */
     const char *name;            /* mangled, as NVIDIA's tools name it */
-    const struct recipe *recipe; /* created at the first launch */
+    const struct recipe *recipe; /* created at the first launch, like the family */
+    const struct family *family;
     struct kernel *next;
 };
 
@@ -22,7 +23,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kernel **bucket_of(const void *host) { return &kernels[((uintptr_t)host >> 4) % BUCKETS]; }
 
 /* Demangles a name. This uses torch's libstdc++, as the library is also loaded into programs without one. */
-static const char *demangled(const char *name) {
+const char *demangled(const char *name) {
     static char *(*demangle)(const char *, char *, size_t *, int *);
     if (!demangle) {
         void *library = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD);
@@ -37,7 +38,10 @@ static const char *demangled(const char *name) {
 static struct kernel *find(const void *host) {
     struct kernel *found = *bucket_of(host);
     while (found && found->host != host) found = found->next;
-    if (found && !found->recipe) found->recipe = recognise(demangled(found->name));
+    if (found && !found->recipe) {
+        const char *name = demangled(found->name);
+        found->recipe = recognise(name), found->family = family_of(name);
+    }
     return found;
 }
 
@@ -56,7 +60,7 @@ API void __cudaRegisterFunction(void **handle, const char *host, char *function,
                                 void *thread, void *block, void *block_size, void *grid_size, int *warp_size) {
     struct kernel *new = malloc(sizeof *new);
     pthread_mutex_lock(&lock);
-    *new = (struct kernel){host, name, NULL, *bucket_of(host)};
+    *new = (struct kernel){host, name, NULL, NULL, *bucket_of(host)};
     *bucket_of(host) = new;
     pthread_mutex_unlock(&lock);
 }
@@ -95,22 +99,29 @@ static bool possible(dim3 grid, dim3 block) {
            block.z <= 64 && (size_t)block.x * block.y * block.z <= 1024;
 }
 
-static cudaError_t start(const char *name, const struct recipe *recipe, dim3 grid, dim3 block, void **arguments,
+/* A kernel of a module has no known arguments, and no `kernel`. */
+static cudaError_t start(const char *name, const struct kernel *kernel, dim3 grid, dim3 block, void **arguments,
                          cudaStream_t stream) {
     cudaError_t error = ready();
     if (error) return failed(error);
     if (!possible(grid, block)) return failed(cudaErrorInvalidConfiguration);
-    if (arguments && recipe) compute(recipe, arguments);
-    size_t bytes = traffic(recipe, arguments, grid, block);
-    enqueue(stream, &(struct work){KERNEL, name, 1500 + memory_time(bytes), bytes, grid, block});
+    if (arguments && kernel) compute(kernel->recipe, arguments);
+    struct detail detail = {0};
+    size_t bytes = bytes_of_call(kernel ? kernel->family : NULL, arguments, grid, block, &detail);
+    enqueue(stream, &(struct work){.kind = KERNEL,
+                                   .name = name,
+                                   .nanoseconds = 1500 + memory_time(bytes),
+                                   .bytes = bytes,
+                                   .grid = grid,
+                                   .block = block,
+                                   .detail = detail});
     return cudaSuccess;
 }
 
 API cudaError_t cudaLaunchKernel(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared,
                                  cudaStream_t stream) {
     struct kernel *kernel = find(host);
-    return start(kernel ? kernel->name : "unregistered kernel", kernel ? kernel->recipe : NULL, grid, block, arguments,
-                 stream);
+    return start(kernel ? kernel->name : "unregistered kernel", kernel, grid, block, arguments, stream);
 }
 
 API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,

@@ -7,7 +7,7 @@ so torch itself is unchanged. The results are
 - exact: addresses, sizes, pages and running out of memory, hence all that torch's allocator does; the order of streams
   and events; which rank sends what to whom with NCCL; which kernels are launched with which grid; what Triton and ptxas
   compile.
-- estimated: durations on the device (real-time mode): bytes over bandwidth, FLOP over 70 % of the peak, bytes over the
+- estimated: times between events: bytes over bandwidth, FLOP over 70 % of the peak, bytes over the
   link's rate.
 - absent: values. Kernels compute nothing, except for a few on few elements (``computed.c``), by layouts private to
   torch: each of these is tested once per version of torch and disabled if it fails (``selftest.py``). Copies of more
@@ -136,14 +136,13 @@ def build() -> Path:
     return folder
 
 
-def environment(device: Device, count: int, *, alone: bool = False, real_time: bool = False) -> dict[str, str]:
+def environment(device: Device, count: int, *, alone: bool = False) -> dict[str, str]:
     """Return the environment variables by which a process sees virtual GPUs; builds the library, see :func:`build`.
 
     Args:
         device: The model of all GPUs.
         count: Number of GPUs in this machine.
         alone: Whether the process is one rank of many and the others are absent: its messages are discarded.
-        real_time: Whether work on the device takes time: waiting blocks, and events complete only then.
     """
     folder = build()
     variables = {
@@ -152,7 +151,7 @@ def environment(device: Device, count: int, *, alone: bool = False, real_time: b
         "PTDBENCH_VIRTUAL_DEVICE": device.settings(),
         "PTDBENCH_VIRTUAL_COUNT": str(count),
     }
-    switches = {"ALONE": alone and 1, "REAL_TIME": real_time and 1, "COMPUTED": _computed(folder, variables)}
+    switches = {"ALONE": alone and 1, "COMPUTED": _computed(folder, variables)}
     return variables | {f"PTDBENCH_VIRTUAL_{name}": str(value) for name, value in switches.items() if value}
 
 

@@ -28,7 +28,6 @@ class Machine:
 
     gpu: Device  #: The model of the GPUs.
     ranks: Sequence[int] | None = None  #: The ranks of a run to execute; ``None``: all.
-    real_time: bool = False  #: Whether work on the GPUs takes time.
 
     @property
     def gpu_name(self) -> str:
@@ -43,7 +42,7 @@ class Machine:
 
     def environment(self, count: int) -> dict[str, str]:
         """Return the environment variables for ranks on nodes of ``count`` GPUs; see :func:`library.environment`."""
-        variables = library.environment(self.gpu, count, alone=self.ranks is not None, real_time=self.real_time)
+        variables = library.environment(self.gpu, count, alone=self.ranks is not None)
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}  # replaces that of real GPUs
 
     def check_ranks(self, size: int) -> None:

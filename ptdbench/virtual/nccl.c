@@ -68,6 +68,9 @@ static ncclResult_t join(ncclComm_t *joined, int ranks, int rank, const ncclUniq
     if (ready()) return ncclUnhandledCudaError;
     ncclComm_t c = calloc(1, sizeof *c);
     c->ranks = ranks, c->rank = rank, c->id = *id;
+    c->sent = calloc(2 * ranks, sizeof *c->sent), c->received = c->sent + ranks;
+    c->number = 1469598103934665603; /* by FNV-1a, of an id that ends with 0 */
+    for (const char *at = id->internal; *at; at++) c->number = (c->number ^ (uint8_t)*at) * 1099511628211;
     *joined = c; /* before waiting for the others: another thread may abort it */
     return ranks == 1 || alone() ? ncclSuccess : map_shared(c);
 }
@@ -100,6 +103,7 @@ API ncclResult_t ncclCommAbort(ncclComm_t c) {
 
 API ncclResult_t ncclCommDestroy(ncclComm_t c) {
     if (c->shared) munmap(c->shared, shared_bytes(c->ranks));
+    free(c->sent);
     free(c);
     return ncclSuccess;
 }
@@ -121,8 +125,10 @@ API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *par
     ncclUniqueId id = c->id, ids[MOST_RANKS];
     double start = 0;
     *part = NULL;
-    if (!c->shared) /* a lone rank does not know the size of its part: take all */
+    if (!c->shared) { /* a lone rank does not know the size of its part: take all */
+        snprintf(strchr(id.internal, 0), sizeof id.internal - strlen(id.internal), "/%u", c->splits++);
         return join(part, c->ranks, key < c->ranks ? key : 0, &id);
+    }
     if (c->ranks > MOST_RANKS) return ncclInvalidArgument;
     ncclResult_t error = exchange(c, &(struct call){EXCHANGE, ncclInt32, 0, 0, 2}, mine, (char *)all, &start);
     if (error) return error;

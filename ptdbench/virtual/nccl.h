@@ -53,6 +53,9 @@ struct ncclComm {
     struct shared *shared;        /* NULL: one rank, or alone */
     double factors[MOST_FACTORS]; /* of operations created by ncclRedOpCreatePreMulSum; 0: free */
     ncclUniqueId id;
+    uint64_t number;                 /* the same on all ranks; for the log, as is what follows */
+    uint32_t messages, splits;       /* so far */
+    uint32_t *sent, *received;       /* to and from each rank */
 };
 
 static inline struct member *member(ncclComm_t c, int rank) { return (struct member *)(c->shared + 1) + rank; }

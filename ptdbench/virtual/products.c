@@ -4,6 +4,7 @@
 
 #include <cublasLt.h>
 #include <cublas_v2.h>
+#include <nccl.h>
 #include <pthread.h>
 
 /* ---- the time of a product ---- */
@@ -30,8 +31,7 @@ static size_t bytes_of(enum dtype_peak type) {
     return type == FP64 ? 8 : type == FP8 ? 1 : type == BF16 || type == FP16 ? 2 : 4;
 }
 
-/* Interns a text: the returned name lives as long as the process. */
-static const char *kept(const char *text) {
+const char *kept(const char *text) {
     static struct name {
         struct name *next;
         char text[];
@@ -49,20 +49,48 @@ static const char *kept(const char *text) {
     return found->text;
 }
 
-static cublasStatus_t product(cudaStream_t stream, enum dtype_peak type, double m, double n, double k, double batch) {
+/* A product of column-major matrices, as cuBLAS has them: the result has m rows, n columns and the type `result`. */
+struct product {
+    enum dtype_peak type;
+    cudaDataType result;
+    double m, n, k, batch;
+    bool transposed_a, transposed_b, accumulates;
+    int epilogue;
+};
+
+/* By NCCL's numbers, which have none for TF32. */
+static uint8_t dtype_of(enum dtype_peak type) {
+    static const uint8_t types[] = {ncclFloat64, ncclFloat32, TF32_NUMBER, ncclBfloat16, ncclFloat16, FP8_NUMBER};
+    return NUMBER_OF(types[type]);
+}
+
+static cublasStatus_t product(cudaStream_t stream, struct product p) {
     char name[128];
-    size_t bytes = bytes_of(type) * batch * (m * k + k * n + m * n);
-    double flops = 2 * m * n * k * batch, arithmetic = flops / rate(type) * 1e9, memory = memory_time(bytes);
+    enum dtype_peak result = peak_of(p.result, false);
+    size_t of_result = bytes_of(result) * (p.accumulates ? 2 : 1);
+    size_t bytes = p.batch * (bytes_of(p.type) * (p.m * p.k + p.k * p.n) + of_result * p.m * p.n);
+    double flops = 2 * p.m * p.n * p.k * p.batch, arithmetic = flops / rate(p.type) * 1e9, memory = memory_time(bytes);
     snprintf(name, sizeof name, "virtual_gemm_%s m%.0f n%.0f k%.0f b%.0f",
-             (const char *[]){"f64", "f32", "tf32", "bf16", "f16", "f8"}[type], m, n, k, batch);
-    enqueue(stream, &(struct work){KERNEL,
-                                   kept(name),
-                                   2e3 + (arithmetic > memory ? arithmetic : memory),
-                                   bytes,
-                                   {device()->multiprocessors, 1, 1},
-                                   {384, 1, 1},
-                                   flops});
+             (const char *[]){"f64", "f32", "tf32", "bf16", "f16", "f8"}[p.type], p.m, p.n, p.k, p.batch);
+    enqueue(stream, &(struct work){.kind = KERNEL,
+                                   .name = kept(name),
+                                   .nanoseconds = 2e3 + (arithmetic > memory ? arithmetic : memory),
+                                   .bytes = bytes,
+                                   .grid = {device()->multiprocessors, 1, 1},
+                                   .block = {384, 1, 1},
+                                   .flops = flops,
+                                   .detail = {.dims = {p.m, p.n, p.k, p.batch, p.epilogue},
+                                              .flags = p.accumulates ? ACCUMULATES : 0,
+                                              .dtype = dtype_of(p.type),
+                                              .result = dtype_of(result),
+                                              .layout = 2 * p.transposed_a + p.transposed_b}});
     return CUBLAS_STATUS_SUCCESS;
+}
+
+/* Whether a product is added to what its result holds: by the factor beta, unless that is on a device. */
+static bool adds(const void *beta, bool is_double) {
+    static const double zero;
+    return beta && device_of(beta) < 0 && memcmp(beta, &zero, is_double ? sizeof(double) : sizeof(float));
 }
 
 /* ---- cuBLAS ---- */
@@ -100,26 +128,31 @@ API const char *cublasGetStatusName(cublasStatus_t status) {
 
 #define SIZES cublasHandle_t handle, cublasOperation_t transa, cublasOperation_t transb, int m, int n, int k
 
+/* A product by the arguments of a call of cuBLAS. */
+#define PRODUCT(of_type, of_result, of_batch) \
+    product(handle->stream, (struct product){of_type, of_result, m, n, k, of_batch, transa != CUBLAS_OP_N, \
+                                             transb != CUBLAS_OP_N, adds(beta, of_result == CUDA_R_64F)})
+
 API cublasStatus_t cublasSgemm_v2(SIZES, const float *alpha, const float *a, int lda, const float *b, int ldb,
                                   const float *beta, float *c, int ldc) {
-    return product(handle->stream, peak_of(CUDA_R_32F, tf32(handle)), m, n, k, 1);
+    return PRODUCT(peak_of(CUDA_R_32F, tf32(handle)), CUDA_R_32F, 1);
 }
 
 API cublasStatus_t cublasDgemm_v2(SIZES, const double *alpha, const double *a, int lda, const double *b, int ldb,
                                   const double *beta, double *c, int ldc) {
-    return product(handle->stream, FP64, m, n, k, 1);
+    return PRODUCT(FP64, CUDA_R_64F, 1);
 }
 
 API cublasStatus_t cublasSgemmStridedBatched(SIZES, const float *alpha, const float *a, int lda, long long step_a,
                                              const float *b, int ldb, long long step_b, const float *beta, float *c,
                                              int ldc, long long step_c, int count) {
-    return product(handle->stream, peak_of(CUDA_R_32F, tf32(handle)), m, n, k, count);
+    return PRODUCT(peak_of(CUDA_R_32F, tf32(handle)), CUDA_R_32F, count);
 }
 
 API cublasStatus_t cublasDgemmStridedBatched(SIZES, const double *alpha, const double *a, int lda, long long step_a,
                                              const double *b, int ldb, long long step_b, const double *beta, double *c,
                                              int ldc, long long step_c, int count) {
-    return product(handle->stream, FP64, m, n, k, count);
+    return PRODUCT(FP64, CUDA_R_64F, count);
 }
 
 static bool fast(cublasComputeType_t type) { return type == CUBLAS_COMPUTE_32F_FAST_TF32; }
@@ -127,7 +160,7 @@ static bool fast(cublasComputeType_t type) { return type == CUBLAS_COMPUTE_32F_F
 API cublasStatus_t cublasGemmEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda, const void *b,
                                 cudaDataType type_b, int ldb, const void *beta, void *c, cudaDataType type_c, int ldc,
                                 cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
-    return product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, 1);
+    return PRODUCT(peak_of(type_a, fast(compute) || tf32(handle)), type_c, 1);
 }
 
 API cublasStatus_t cublasGemmStridedBatchedEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda,
@@ -135,7 +168,7 @@ API cublasStatus_t cublasGemmStridedBatchedEx(SIZES, const void *alpha, const vo
                                               long long step_b, const void *beta, void *c, cudaDataType type_c, int ldc,
                                               long long step_c, int count, cublasComputeType_t compute,
                                               cublasGemmAlgo_t algorithm) {
-    return product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, count);
+    return PRODUCT(peak_of(type_a, fast(compute) || tf32(handle)), type_c, count);
 }
 
 /* ---- cuBLASLt: descriptors, of which only sizes and types are kept ---- */
@@ -148,7 +181,7 @@ struct layout {
 
 struct description {
     cublasComputeType_t compute;
-    int32_t transposed_a;
+    int32_t transposed_a, transposed_b, epilogue;
 };
 
 API size_t cublasLtGetVersion(void) { return CUBLAS_VERSION; }
@@ -171,8 +204,12 @@ API cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) { return fr
 
 API cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t which,
                                                   const void *value, size_t bytes) {
-    /* scales, bias and epilogue have no visible effect */
-    if (which == CUBLASLT_MATMUL_DESC_TRANSA) memcpy(&((struct description *)d)->transposed_a, value, sizeof(int32_t));
+    struct description *to = (struct description *)d; /* without scales and bias, which have no visible effect */
+    int32_t *kept_here = which == CUBLASLT_MATMUL_DESC_TRANSA     ? &to->transposed_a
+                         : which == CUBLASLT_MATMUL_DESC_TRANSB   ? &to->transposed_b
+                         : which == CUBLASLT_MATMUL_DESC_EPILOGUE ? &to->epilogue
+                                                                  : NULL;
+    if (kept_here) memcpy(kept_here, value, sizeof *kept_here);
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -218,6 +255,8 @@ API cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t 
     const struct description *d = (const struct description *)description;
     const struct layout *left = (const struct layout *)layout_a, *out = (const struct layout *)layout_result;
     uint64_t inner = d->transposed_a == CUBLAS_OP_N ? left->columns : left->rows;
-    return product(stream, peak_of(left->type, fast(d->compute)), out->rows, out->columns, inner,
-                   out->batch > 0 ? out->batch : 1);
+    return product(stream, (struct product){peak_of(left->type, fast(d->compute)), out->type, out->rows, out->columns, inner,
+                                            out->batch > 0 ? out->batch : 1, d->transposed_a != CUBLAS_OP_N,
+                                            d->transposed_b != CUBLAS_OP_N,
+                                            adds(beta, d->compute == CUBLAS_COMPUTE_64F), d->epilogue});
 }

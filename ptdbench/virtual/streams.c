@@ -1,13 +1,11 @@
 /* Streams and events. Each stream has a clock: the end time of its queued work. Work starts when the host has launched
  * it and the earlier work on its stream has ended; waiting for an event advances the clock to that of the event. Order
- * and overlap are therefore exact, given estimated durations. In real time, host threads that wait for the device sleep
- * until its clock; otherwise all work is complete at once.
+ * and overlap are therefore exact, given estimated durations. To the host all work is complete at once.
  */
 #include "virtual.h"
 
 #include <pthread.h>
 #include <time.h>
-#include <unistd.h>
 
 struct CUstream_st {
     unsigned id;
@@ -19,6 +17,7 @@ struct CUstream_st {
 
 struct CUevent_st {
     double time;
+    uint64_t id;
     bool recorded;
     cudaGraph_t captured; /* by a stream that captured */
 };
@@ -78,18 +77,11 @@ void enqueue(cudaStream_t stream, const struct work *work) {
         return;
     }
     start_not_before(stream, now());
-    double begin = stream_end(stream), end = begin + work->nanoseconds;
-    of(stream)->end = end;
+    of(stream)->end += work->nanoseconds;
     count_work(work);
-    record_work(work, stream, begin, end);
+    record_work(work, stream);
+    log_work(work, stream_id(stream));
 }
-
-static void wait_until(double time) {
-    for (double left; real_time() && (left = time - now()) > 0;)
-        usleep(left > 1e9 ? 1000000 : (unsigned)(left / 1e3) + 1);
-}
-
-static bool over(double time) { return !real_time() || time <= now(); }
 
 /* ---- streams ---- */
 
@@ -133,28 +125,22 @@ API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return cudaSuccess;
 }
 
-API cudaError_t cudaStreamQuery(cudaStream_t stream) {
-    return over(stream_end(stream)) ? cudaSuccess : cudaErrorNotReady;
-}
+API cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
 
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     double began = now();
     cudaError_t error = ready();
     if (error) return error;
-    wait_until(stream_end(stream));
+    log_call('Y', stream_id(stream), 0);
     record_call(STREAM_SYNCHRONIZE, began);
     return cudaSuccess;
 }
 
 API cudaError_t cudaDeviceSynchronize(void) {
-    double began = now(), last = stream_end(NULL);
+    double began = now();
     cudaError_t error = ready();
     if (error) return error;
-    pthread_mutex_lock(&lock);
-    for (struct CUstream_st *at = streams; at; at = at->next)
-        if (at->device == current_device() && at->end > last) last = at->end;
-    pthread_mutex_unlock(&lock);
-    wait_until(last);
+    log_call('D', 0, 0);
     record_call(DEVICE_SYNCHRONIZE, began);
     return cudaSuccess;
 }
@@ -174,7 +160,8 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, v
 
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     cudaError_t error = ready();
-    if (!error) *event = calloc(1, sizeof **event);
+    static _Atomic uint64_t ids;
+    if (!error) *event = calloc(1, sizeof **event), (*event)->id = ++ids;
     return error;
 }
 
@@ -186,6 +173,7 @@ API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     double asked = now(), end = stream_end(stream);
     event->time = end > asked ? end : asked;
     event->recorded = true, event->captured = captures(stream);
+    if (!event->captured) log_call('E', stream_id(stream), event->id);
     return cudaSuccess;
 }
 
@@ -195,15 +183,16 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
 
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     start_not_before(stream, event->time);
+    if (event->recorded && !event->captured) log_call('W', stream_id(stream), event->id);
     if (is_captured(event->captured) && !captures(stream)) set_capture(stream, event->captured);
     return cudaSuccess;
 }
 
-API cudaError_t cudaEventQuery(cudaEvent_t event) { return over(event->time) ? cudaSuccess : cudaErrorNotReady; }
+API cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaSuccess; }
 
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     double began = now();
-    wait_until(event->time);
+    log_call('Z', 0, event->id);
     record_call(EVENT_SYNCHRONIZE, began);
     return cudaSuccess;
 }

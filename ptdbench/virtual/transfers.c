@@ -75,13 +75,29 @@ static ncclResult_t carry_out(int count) {
         }
     }
     for (int i = 0; i < count; i++) {
-        size_t of_one = transfers[i].count * size_of(transfers[i].type);
-        count_message(transfers[i].what == SEND ? "send" : "recv", of_one);
+        const struct transfer *t = &transfers[i];
+        ncclComm_t c = t->comm;
+        size_t of_one = t->count * size_of(t->type);
+        count_message(t->what == SEND ? "send" : "recv", of_one);
+        log_transfer(&(struct detail){.dims = {c->ranks, c->rank, t->peer},
+                                      .dtype = NUMBER_OF(t->type),
+                                      .operation = t->what,
+                                      .sequence = t->what == SEND ? c->sent[t->peer]++ : c->received[t->peer]++,
+                                      .communicator = c->number},
+                     of_one, stream_id(t->stream));
         bytes += of_one;
     }
+    ncclComm_t c = transfers[0].comm;
     start_not_before(transfers[0].stream, start);
-    enqueue(transfers[0].stream,
-            &(struct work){KERNEL, kernel, LATENCY + bytes / link_rate() * 1e9, bytes, {2 * count, 1, 1}, {640, 1, 1}});
+    enqueue(transfers[0].stream, &(struct work){.kind = KERNEL,
+                                                .name = kernel,
+                                                .nanoseconds = LATENCY + bytes / link_rate() * 1e9,
+                                                .bytes = bytes,
+                                                .grid = {2 * count, 1, 1},
+                                                .block = {640, 1, 1},
+                                                .detail = {.dims = {c->ranks, c->rank, transfers[0].peer, count},
+                                                           .operation = transfers[0].what,
+                                                           .communicator = c->number}});
     return ncclSuccess;
 }
 

@@ -57,7 +57,6 @@ cudaError_t ready(void);               /* the same; called wherever a device is 
 int has_context(int number);           /* whether this process has a context on a device */
 cudaError_t failed(cudaError_t error); /* returns the error, and keeps it for cudaGetLastError */
 bool alone(void);                      /* this is a single rank of many: messages are discarded */
-bool real_time(void);                  /* work on the device takes time */
 bool computes(const char *kind);       /* whether kernels of a kind are computed, see selftest.py */
 int unanswered(const char *name, int status); /* reports an unimplemented call once; returns its status */
 
@@ -73,6 +72,16 @@ void *map(void *where, size_t bytes);             /* host memory that is not com
 
 /* streams.c */
 enum work_kind { KERNEL, COPY, SET };
+enum { DIMS = 8 };
+#define NUMBER_OF(type) ((type) + 1) /* dtypes in the log: NCCL's numbers and those below, plus 1; 0 is unknown */
+enum { FP8_NUMBER = 10, TF32_NUMBER = 12 };
+enum { GUESSED = 1, CAUSAL = 2, ACCUMULATES = 4 }; /* flags: bytes are a guess; half of an attention; beta is not 0 */
+struct detail {                                    /* what costs depend on, for the log; log.py describes it */
+    int32_t dims[DIMS];
+    uint8_t flags, dtype, result, layout, operation;
+    uint32_t sequence;
+    uint64_t communicator; /* 0: no message */
+};
 struct work {
     enum work_kind kind;
     const char *name;   /* lives as long as the process */
@@ -81,6 +90,7 @@ struct work {
     dim3 grid, block;
     double flops; /* of products */
     const char *operation; /* of a message with these bytes; lives as long as the process */
+    struct detail detail;
 };
 void enqueue(cudaStream_t stream, const struct work *work);
 unsigned stream_id(cudaStream_t stream);
@@ -92,6 +102,18 @@ cudaGraph_t captures(cudaStream_t stream); /* the graph that the stream captures
 void set_capture(cudaStream_t stream, cudaGraph_t graph);
 void end_capture(cudaGraph_t graph); /* on all streams */
 
+/* log.c */
+void log_work(const struct work *work, unsigned stream);
+void log_transfer(const struct detail *transfer, size_t bytes, unsigned stream);
+void log_call(char kind, unsigned stream, uint64_t object); /* of a kind in log.py, with the number of an event */
+void count_operator(void);                                  /* torch has begun one in this thread */
+
+/* kernels.c */
+const char *demangled(const char *name); /* lives as long as the process */
+
+/* products.c */
+const char *kept(const char *text); /* interned: lives as long as the process */
+
 /* graphs.c */
 void capture(cudaGraph_t graph, const struct work *work);
 
@@ -99,8 +121,15 @@ void capture(cudaGraph_t graph, const struct work *work);
 struct recipe; /* what a kernel's name reveals */
 const struct recipe *recognise(const char *readable_name);
 void compute(const struct recipe *recipe, void **arguments);
-size_t traffic(const struct recipe *recipe, void **arguments, dim3 grid,
-               dim3 block); /* bytes that the kernel reads and writes */
+
+/* bytes.c */
+struct family; /* what a kernel's name reveals of the bytes that it reads and writes */
+const struct family *family_of(const char *readable_name);
+size_t bytes_of_call(const struct family *family, void **arguments, dim3 grid, dim3 block, struct detail *detail);
+
+/* cudnn.c */
+enum { BATCH, HEADS, QUERIES, WIDTH, KEYS, KEY_HEADS, PRODUCTS, VALUE_WIDTH }; /* places in an attention's dims */
+size_t attention_bytes(const struct detail *attention);
 
 /* numbers.c: elements of an array, by NCCL's type numbers. */
 double get_number(const void *array, size_t at, int type);
@@ -117,7 +146,7 @@ void count_copy(bool to_device, size_t bytes);           /* between the host and
 void count_message(const char *operation, size_t bytes); /* the operation lives as long as the process */
 
 /* cupti.c: records for torch's profiler. */
-void record_work(const struct work *work, cudaStream_t stream, double begin, double end);
+void record_work(const struct work *work, cudaStream_t stream);
 void record_call(int callback_id, double began);
 enum { /* callback ids from cupti_runtime_cbid.h */
     MEMCPY_ASYNC = 41,

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import sys
 import time
 import traceback
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -23,8 +25,12 @@ from threading import Lock, Thread, get_ident
 from typing import Any
 
 #: Variables: the folder of the reports; after how many steps to stop watching; set if Python stacks of allocations are
-#: to be kept, in a snapshot for torch's viewer beside the report.
-FOLDER, STEPS, STACKS = (f"PTDBENCH_VIRTUAL_{name}" for name in ("REPORTS", "STEPS", "STACKS"))
+#: to be kept, in a snapshot for torch's viewer beside the report; the folder of the logs, if any.
+FOLDER, STEPS, STACKS, LOGS = (f"PTDBENCH_VIRTUAL_{name}" for name in ("REPORTS", "STEPS", "STACKS", "LOG"))
+
+#: Steps of a program before those that are logged, and how many these are: the first compiles, and creates the
+#: optimizer's state.
+_BEFORE_LOG, LOGGED = 2, 2
 
 #: Allocations whose stacks torch keeps.
 _MOST_ALLOCATIONS = 1_000_000
@@ -36,6 +42,9 @@ _MOST_READS, _LOOK_SECONDS = 20_000, 2.0
 #: as one that only creates the optimizer's state, or a further part of the weights.
 _OF_PASSES = ("gemm", "cudnn", "conv", "triton_", "flash", "cutlass", "fmha")
 
+#: Loads of the same tensor by a thread of a kernel of Inductor, at most.
+_MOST_LOADS = 4
+
 #: The groups of an account: counts by name.
 _Account = dict[str, Counter[str]]
 
@@ -46,6 +55,95 @@ def attach() -> None:
 
     if os.environ.get(FOLDER):
         torch.cuda._lazy_call(partial(_safely, _Watch, Path(os.environ[FOLDER])))
+
+
+class Log:
+    """The log of this process, which :mod:`ptdbench.prediction.log` reads; false if no folder is named for it.
+
+    Args:
+        rank: The rank of the process, -1 if it has none.
+        world_size: The number of ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._facts = {"rank": rank, "world_size": world_size, "pid": os.getpid()}
+        self._folder = os.environ.get(LOGS)
+
+    def __bool__(self) -> bool:
+        return bool(self._folder)
+
+    def begin(self) -> None:
+        """Log what this process has its GPU do from now on, which must be the beginning of a step."""
+        import torch
+
+        name = self._facts["rank"] if self._facts["rank"] >= 0 else self._facts["pid"]
+        facts = {**self._facts, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
+        Path(str(self._folder)).mkdir(parents=True, exist_ok=True)
+        if not ctypes.CDLL(None).ptdbench_virtual_log(f"{self._folder}/{name}".encode(), json.dumps(facts).encode()):
+            raise OSError(f"{LOGS}={self._folder}: the log cannot be written there")
+        self._announced = [*_announce_bytes()]
+        self.mark()
+
+    def mark(self) -> None:
+        """Mark the end of a step, and the beginning of the next one."""
+        ctypes.CDLL(None).ptdbench_virtual_mark(b"step")
+
+    def end(self) -> None:
+        """End the log after its last step."""
+        ctypes.CDLL(None).ptdbench_virtual_log(None, None)
+        for launcher, run in self._announced:
+            launcher.run = run
+
+
+def _announce_bytes() -> Iterator[tuple[Any, Any]]:
+    """Have Triton's kernels announce their bytes to the library, which knows none of their arguments.
+
+    Yields the classes whose ``run`` is replaced, with what it was.
+    """
+    announce: Any = ctypes.CDLL(None).ptdbench_virtual_bytes
+    announce.argtypes = [ctypes.c_size_t, ctypes.c_int]
+    for module, name, bytes_of in (
+        ("torch._inductor.runtime.triton_heuristics", "CachingAutotuner", _bytes_of_inductor),
+        ("triton.runtime.jit", "JITFunction", _bytes_of_triton),
+    ):
+        if launcher := getattr(sys.modules.get(module), name, None):
+            yield launcher, launcher.run
+            launcher.run = _announcing(launcher.run, bytes_of, announce)
+
+
+def _announcing(run: Any, bytes_of: Any, announce: Any) -> Any:
+    def announcing(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        if told := _safely(bytes_of, kernel, arguments, options):
+            announce(*told)
+        return run(kernel, *arguments, **options)
+
+    return announcing
+
+
+def _bytes_of_inductor(kernel: Any, arguments: Any, _: Any) -> tuple[int, bool]:
+    """Return the bytes of a kernel of Inductor, and whether that is a guess.
+
+    Each tensor counts once, and one that is changed in place twice. Of a tensor much larger than what the kernel goes
+    through, such as the table of an embedding, only so many elements count.
+    """
+    named = dict(zip(kernel.triton_meta["signature"], arguments, strict=False))
+    passed = math.prod(count for name, count in named.items() if name.endswith("numel"))
+    total, guessed = 0, False
+    for name, tensor in named.items():
+        if hasattr(tensor, "element_size"):
+            picks = tensor.numel() > _MOST_LOADS * passed
+            guessed |= picks
+            count = min(tensor.numel(), passed) if picks else tensor.numel()
+            total += count * tensor.element_size() * (2 if name in kernel.mutated_arg_names else 1)
+    return total, guessed
+
+
+def _bytes_of_triton(kernel: Any, arguments: Any, options: Any) -> tuple[int, bool]:
+    """Likewise of any other kernel, a guess unless its ``rewrites`` says if it changes its first argument in place."""
+    tensors = [value for value in (*arguments, *options.values()) if hasattr(value, "element_size")]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    rewrites = getattr(kernel, "rewrites", None)
+    return sum(sizes) + sizes[0] * bool(options.get(rewrites, rewrites)), rewrites is None
 
 
 class _Watch:
@@ -70,6 +168,7 @@ class _Watch:
             **{name: int(os.environ.get(name.upper(), "-1")) for name in ("rank", "local_rank", "world_size")},
             **{"pid": os.getpid(), "command": sys.argv, "steps": 0, "devices": self._devices},
         }
+        self._log = Log(self._report["rank"], self._report["world_size"])
         self._hook()
         if os.environ.get(STACKS):
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
@@ -110,9 +209,17 @@ class _Watch:
             return False
         self._before = account
         self._report |= {"steps": self._report["steps"] + 1, "step": step}
+        self._note_in_log(self._report["steps"] - _BEFORE_LOG)
         self._write()
         self._settle()
         return True
+
+    def _note_in_log(self, logged: int) -> None:
+        """Begin, mark or end the log, of which so many steps have been taken; below 0: none is due yet."""
+        if self._log and 0 <= logged <= LOGGED:
+            (self._log.mark if logged else self._log.begin)()
+            if logged == LOGGED:
+                self._log.end()
 
     def _settle(self) -> None:
         """Wait until NCCL's watchdog has let go of what was sent, as ``virtual_account.settle`` does."""

@@ -186,7 +186,7 @@ def _explain(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expec
     if machine:
         outcome.virtual = virtual_account.account(job, loop, expected.volume)
     if job.spec.config.profile.steps:
-        outcome.profiles = not machine or (machine.real_time and job.world.present is None)  # else times mean nothing
+        outcome.profiles = not machine  # whose times mean nothing
         _conclude(job, outcome)
         if outcome.profiles:
             outcome.phases = profile.phases(job, loop, outcome.metrics, expected)
@@ -256,7 +256,7 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
                     if job.device.type == "cuda":
                         torch.cuda.synchronize(job.device)
                     job.watch.lap("first_step")
-                if job.spec.virtual and not job.spec.virtual.real_time:
+                if job.spec.virtual:
                     virtual_account.settle()
                 if loop.taken == PROBE_STEPS:
                     wanted = _affordable(job, loop)

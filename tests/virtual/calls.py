@@ -101,7 +101,6 @@ def clocks() -> dict[str, Any]:
         "beside": between(2, 0),
         "never": never,
         "while_busy": [query, stream_query],
-        "when_over": cuda.cudaEventQuery(events[3]),
     }
 
 

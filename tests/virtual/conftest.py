@@ -55,11 +55,11 @@ def start(environ: dict[str, str], shared: Path) -> Start:
     if torch.version.cuda is None or sys.platform != "linux":
         pytest.skip(f"left out: a virtual GPU needs torch's build for CUDA, and this is {torch.__version__}")
 
-    def run(program: str, **options: bool) -> dict[str, Any]:
-        kept = shared / f"{program} {' '.join(options)}.json"
+    def run(program: str) -> dict[str, Any]:
+        kept = shared / f"{program}.json"
         with FileLock(f"{kept}.lock"):
             if not kept.exists():
-                env = {**environ, **library.environment(DEVICE, 2, **options), "CUDA_VISIBLE_DEVICES": "0,1"}
+                env = {**environ, **library.environment(DEVICE, 2), "CUDA_VISIBLE_DEVICES": "0,1"}
                 done = call(sys.executable, "-m", f"tests.virtual.{program}", cwd=ROOT, environ=env, timeout=120)
                 assert done.returncode == 0, done.stderr
                 kept.write_text(json.dumps({**json.loads(done.stdout.splitlines()[-1]), "errors": done.stderr}))

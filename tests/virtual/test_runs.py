@@ -2,15 +2,18 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from filelock import FileLock
 
+from ptdbench.prediction.log import OPERATIONS, read
 from ptdbench.records.run_record import typed
 from ptdbench.report import table
-from tests.conftest import ROOT, outputs, records
+from tests.conftest import ROOT, records
 from tests.parallel.setters import needs_setters
 from tests.programs import call
 from tests.virtual.conftest import Start
@@ -145,26 +148,36 @@ def test_fp8_gathers_half_the_bytes(start: Start, environ, tmp_path):
     assert (narrow["all_reduce"]["calls"], narrow["all_reduce"]["bytes"]) == (1, 4 * 4 * 2)
 
 
-def links_of_this_torch() -> str:
-    version = torch.__version__
-    return "edges" if version >= "2.15" else "directions" if version >= "2.14" else "one"
-
-
-def test_pipeline_has_phases_and_messages_by_formula(start: Start, environ, tmp_path):
+def test_pipeline_has_messages_by_formula(start: Start, environ, tmp_path):
     """1f1b sends and receives together, as tied weights are: NCCL's kernel says of neither what it was."""
-    words = ("parallel=pdp", "model.layers=4", "virtual=h100", "virtual.real_time=true", "profile.trace=true")
-    done = train(environ, tmp_path, *SMALL, *words, "parallel.pipeline=2", "cluster.ranks_per_node=4")
+    words = ("parallel=pdp", "model.layers=4", "virtual=h100", "parallel.pipeline=2", "cluster.ranks_per_node=4")
+    logs = tmp_path / "logs"
+    done = train({**environ, "PTDBENCH_VIRTUAL_LOG": str(logs)}, tmp_path, *SMALL, *words)
     assert done.returncode == 0, done.stderr
-    (path,), (record,) = outputs(tmp_path), records(tmp_path)
-    assert record["phases"]["reason"] is None
-    for sent in (record["virtual"]["messages"], record["phases"]["communication"]):
-        assert {"send", "recv", "all_reduce"} == {*sent}
-        assert all(one["bytes"] == one["formula_bytes"] > 0 for one in sent.values())
-    assert min(record["phases"]["ranks"]["host"]) > 0
-    assert (path / "trace.json.gz").exists()
-    assert record["phases"]["stage_links"] == links_of_this_torch()
+    (record,) = records(tmp_path)
+    sent = record["virtual"]["messages"]
+    assert {"send", "recv", "all_reduce"} == {*sent}
+    assert all(one["bytes"] == one["formula_bytes"] > 0 for one in sent.values())
     assert "Warning" not in done.stderr
     assert "nothing answers" not in done.stderr
+    assert_messages_join([next(log.steps()) for log in read(logs)])
+
+
+def assert_messages_join(steps: list[np.ndarray]) -> None:
+    """Each collective has all of its members, and each send the receive that answers it."""
+    collectives, transfers = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    for step in steps:
+        for one in step[step["kind"] == b"N"]:
+            collectives[one["object"], one["sequence"], one["bytes"], one["dims"][0]] += not one["dims"][3]
+        for one in step[step["kind"] == b"T"]:
+            sends = OPERATIONS[one["operation"]] == "send"
+            _, mine, peer = one["dims"][:3]
+            ends = (mine, peer) if sends else (peer, mine)
+            transfers[(one["object"], *ends, one["sequence"], one["bytes"])] += 1 if sends else -1
+    assert len(transfers) > 4
+    assert not any(transfers.values())
+    assert {ranks for *_, ranks in collectives} >= {2}
+    assert all(members in (0, ranks) for (*_, ranks), members in collectives.items())
 
 
 @needs_setters
