@@ -19,7 +19,7 @@ from ptdbench.comparison import alternatives, noise
 from ptdbench.launch import forced_exit, local, settings, slurm
 from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import store
+from ptdbench.records import ledger, store
 from ptdbench.records.record import DONE
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import table, virtual
@@ -42,7 +42,7 @@ def main() -> NoReturn:
 
     Exit status 0: every run was ok. 1: a run was not, or the command line was invalid. ``128 + n``: signal ``n``.
     """
-    exit_with(_main)
+    exit_with(lambda: execute(commandline.parse())[0])
 
 
 def exit_with(work: Callable[[], int]) -> NoReturn:
@@ -64,35 +64,46 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
         forced_exit.exit_soon()
 
 
-def _main() -> int:
-    arguments = commandline.parse()
+#: An exit status, and the directory of the run or sweep that it is of; ``None`` if nothing was to be executed.
+Ended = tuple[int, Path | None]
+
+
+def execute(arguments: argparse.Namespace) -> Ended:
+    """Execute a command line.
+
+    Raises:
+        ConfigError: It is invalid, which is found before anything starts, or results cannot be written.
+        Damaged: A record that it resumes is damaged.
+        SystemExit: This process is a rank, and a run failed here.
+        Stopped: A signal asked this process to stop.
+    """
     source = compose.source(arguments)
     if arguments.hydra_help or arguments.shell_completion:
-        return hydra_output.shown_by_hydra(arguments, source.conf)
+        return hydra_output.shown_by_hydra(arguments, source.conf), None
     search_path.add_current()
     world = discover(os.environ)
     shows = arguments.cfg or arguments.help or arguments.info
     if world and not world.is_first:
-        return 0 if shows else _follow(world)
+        return 0, None if shows else _follow(world)
     words = commandline.with_implied(arguments)
     line = resume.read(words, arguments.multirun, world, source.name)
     composed = compose.compose_all(line.overrides, arguments.multirun, source)
     resume.check_targets(words, composed.configs)
     if shows:
         if arguments.cfg:
-            return hydra_output.show_configs(arguments, composed)
-        return hydra_output.shown_by_hydra(arguments, source.conf)
+            return hydra_output.show_configs(arguments, composed), None
+        return hydra_output.shown_by_hydra(arguments, source.conf), None
     hydra_options.check(composed, world, line.goes_on)
     blocks.check(composed, line.goes_on)
     cluster = composed.configs[0].cluster  # the same for all jobs, except for their shape
     return _on_cluster(composed, cluster, line) if isinstance(cluster, Slurm) else _here(composed, world, line)
 
 
-def _follow(world: World) -> int:
-    """Execute the runs that rank 0 names; return the exit status."""
+def _follow(world: World) -> Path | None:
+    """Execute the runs that rank 0 names; return the directory of the run or sweep."""
     local.check_address_space()
-    followers.follow(world)
-    return 0
+    directory = followers.follow(world)
+    return directory and (ledger.sweep_of(directory) or directory)
 
 
 def carry_out(directories: Sequence[Path]) -> int:
@@ -105,7 +116,8 @@ def carry_out(directories: Sequence[Path]) -> int:
     """
     search_path.add_current()
     if (world := discover(os.environ)) and not world.is_first:
-        return _follow(world)
+        _follow(world)
+        return 0
     unique = {directory.resolve(): directory for directory in directories}
     configs = {directory: resume.startable(directory, world) for directory in unique.values()}
     if world is None:
@@ -191,8 +203,8 @@ def _run(directory: Path) -> None:
     run(directory)
 
 
-def _here(composed: compose.Composed, world: World | None, line: resume.Line) -> int:
-    """Execute the runs on this machine, or as rank 0 of those that a launcher started; return the exit status."""
+def _here(composed: compose.Composed, world: World | None, line: resume.Line) -> Ended:
+    """Execute the runs on this machine, or as rank 0 of those that a launcher started."""
     if world:
         local.check_address_space()
     else:
@@ -213,11 +225,11 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
         followers.dismiss()
     finally:
         status = _conclude(composed, agenda)
-    return status
+    return status, directory
 
 
-def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -> int:
-    """Submit the runs to SLURM as jobs; return the exit status."""
+def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -> Ended:
+    """Submit the runs to SLURM as jobs."""
     from ptdbench.sweep import requests, submission, watch
     from ptdbench.sweep.agenda import Agenda
 
@@ -230,7 +242,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     if not missing:
         echo("nothing to submit: everything is ok, or still in the queue")
     if cluster.submit == "test":
-        return submission.show_test_only(missing, options)
+        return submission.show_test_only(missing, options), None
     batch = composed.batch_size if not runs[0].config.sweep.same_nodes else None
     for first in range(0, len(missing), batch or len(runs)):
         submission.require_accepted(missing[first : first + (batch or len(runs))], options)
@@ -243,14 +255,14 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
         echo(f"{plural(len(queued), 'run')} still in the queue, not submitted again: {names}", sys.stderr)
     _carry_out(composed, agenda)
     if cluster.submit == "detach":
-        return submission.report_refused(agenda.refused) or int(bool(agenda.skipped))
+        return submission.report_refused(agenda.refused) or int(bool(agenda.skipped)), directory
     try:
         if not agenda.is_open:  # a search has already followed its batches
             store.unlock(directory)  # it may be resumed beside this process, which submits nothing more
             watch.follow(directory)
     finally:
         status = _conclude(composed, agenda)
-    return status
+    return status, directory
 
 
 def _missing(composed: compose.Composed, runs: Sequence[Run], line: resume.Line) -> Sequence[Run]:

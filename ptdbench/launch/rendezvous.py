@@ -103,7 +103,7 @@ def agree(key: str, world: World, find: Callable[[], str], refused: ConfigError 
         value = shared.get(key).decode()
         shared.add(f"{key} heard", 1)
         if not value:
-            raise refused or ConfigError([Problem(key, f"rank {world.rank}", "is refused by another rank")])
+            raise refused or ConfigError([Problem("rank", world.rank, "another rank is refused, and says why")])
         return value
     try:
         if refused:

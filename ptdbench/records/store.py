@@ -266,6 +266,17 @@ def unlock(directory: Path) -> None:
     os.close(_LOCKED.pop(directory.resolve()))
 
 
+@contextmanager
+def unlocking() -> Iterator[None]:
+    """Unlock the directories that were locked within the context at its end."""
+    before = {*_LOCKED}
+    try:
+        yield
+    finally:
+        for directory in _LOCKED.keys() - before:
+            unlock(directory)
+
+
 def try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
     """Try to take a lock; return ``True`` also if the file system has no locks, as on some clusters."""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,13 @@ from ptdbench.problems import ConfigError
 #: What rank 0 says after the last run; otherwise it says a directory.
 _END = ""
 
-_numbers = itertools.count(1)
+#: The numbers of the command in this process, and of what rank 0 has said in it.
+_place = [0, 0]
+
+
+def begin() -> None:
+    """Begin another command in this process, as ranks may have left the one before at different places."""
+    _place[:] = [_place[0] + 1, 0]
 
 
 def lead(directory: Path) -> None:
@@ -29,22 +34,25 @@ def dismiss(refused: ConfigError | None = None) -> None:
             _say(world, _END, refused)
 
 
-def follow(world: World) -> None:
-    """As another rank of a launch, execute the runs that rank 0 names, until there is no further one.
+def follow(world: World) -> Path | None:
+    """As another rank of a launch, execute the runs that rank 0 names; return the last one's directory, if any.
 
     Raises:
         ConfigError: Rank 0 has refused the command, and said why.
         SystemExit: A run failed here; the reason is in the run's directory.
     """
+    last = None
     while (directory := _say(world, _END, None)) != _END:
         from ptdbench.run.door import run
 
-        run(Path(directory))
+        run(last := Path(directory))
+    return last
 
 
 def _say(world: World, directory: str, refused: ConfigError | None) -> str:
     """Return what rank 0 says; the others' words are not heard."""
     from ptdbench.launch import rendezvous  # it imports torch
 
-    said = rendezvous.agree(f"command {next(_numbers)}", world, lambda: f"run {directory}", refused)
+    _place[1] += 1
+    said = rendezvous.agree("command {}.{}".format(*_place), world, lambda: f"run {directory}", refused)
     return said.removeprefix("run ")

@@ -9,12 +9,15 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser  # there is no public parser: pyproject.toml pins tested versions
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import ListConfig, OmegaConf
 
 from ptdbench.problems import ConfigError, Problem, meant
@@ -58,6 +61,14 @@ def quoted(text: str) -> str:
     """Quote a value for Hydra, where a backslash escapes a quote, and itself only in front of a quote."""
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
     return f"'{escaped}'"
+
+
+def has_list(overrides: Iterable[str]) -> bool:
+    """Return whether an override has several values, each for a run of its own."""
+    with suppress(HydraException, RecursionError):  # explained where they are composed
+        parsed = OverridesParser.create().parse_overrides([*overrides])
+        return any(override.is_sweep_override() for override in parsed)
+    return False
 
 
 def is_cluster(override: str) -> bool:

@@ -172,7 +172,7 @@ def test_refused_rank_ends_all_and_rank_0_says_why(monkeypatch, who):
         told = list(ranks.map(agree, range(3)))
     assert told[0] == (f"rank={who}: " if who else "") + "device=cuda: is half full"
     assert told[1:] == [
-        str(refused) if rank == who else f"word=rank {rank}: is refused by another rank" for rank in (1, 2)
+        str(refused) if rank == who else f"rank={rank}: another rank is refused, and says why" for rank in (1, 2)
     ]
 
 
