@@ -65,7 +65,6 @@ def footprints(
     owners = dims.ways("samples", "positions") if in_buckets and options.optimizer == "zero1" else 1
     copied = None if options.shards(dims) or narrow == torch.float32 or kernels == "torch" else narrow
     gradient_copies = 2 if in_buckets and not options.gradient_as_bucket_view else 1
-    gradient_copies += in_buckets and options.gradients == "powersgd"  # error feedback
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}
     of, parts = rules(module_of(model)), local_parts(model, options, dims)
     by_shape = dict[tuple[Rule, torch.Size, torch.dtype], int]()

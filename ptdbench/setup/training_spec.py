@@ -118,7 +118,7 @@ class TrainingSpec:
             require(next(conflicts.problems(self.strategy, rows, backend), None))
         general = self.config.general
         if general.kernels == "torch":
-            rows = conflicts.of_torch(self.strategy, self.layout.dims, backend, device_type, general.compile)
+            rows = conflicts.of_torch(self.strategy, self.layout.dims, device_type, general.compile)
             require(next(conflicts.problems(self.strategy, rows, general.compile), None))
 
     @property

@@ -361,10 +361,10 @@ def test_batch_norm_statistics_are_not_steady():
     module(torch.ones(3, 2)).sum().backward()
     optimizer.step()
     state = TrainingState(module, optimizer, [], 0)
-    tensors = state.collect(with_buffers=True, local={"powersgd": torch.ones(2)})
+    tensors = state.collect(with_buffers=True, local={"buffer.mask": torch.ones(2)})
     steady = state.steady(tensors)
     assert {name for name in tensors if name not in steady} == {
-        "model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "rng.cpu.0", "own.0.powersgd"
+        "model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "rng.cpu.0", "own.0.buffer.mask"
     }  # fmt: skip
     assert {"model.1.weight", "optimizer.1.weight.momentum_buffer"} <= steady
 

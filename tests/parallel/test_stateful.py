@@ -134,7 +134,7 @@ STARTS: list[Any] = [
     (), ("train.micro_batch=2",), ("parallel=fsdp",), ("parallel=tp",), ("parallel=pdp", "parallel.microbatches=4"),
     ("activations=recompute",), ("parallel=fsdp", "activations=selective"), ("activations=offload",),
     ("precision=bf16",), ("parallel=fsdp", "precision=bf16"), ("parallel.optimizer=zero1", "train.ema=0.9"),
-    ("parallel.gradients=powersgd",), ("parallel.static_graph=find_unused",),
+    ("parallel.static_graph=find_unused",),
 ]  # fmt: skip
 
 
