@@ -105,9 +105,8 @@ def _statuses(row: Row) -> str:
 
 
 def _joules(row: Row) -> float | None:
-    """Return the energy per sample: of the GPUs if the run used any, else of the CPUs."""
-    hardware = row.run.hardware
-    energy = hardware.gpu if hardware.clocks else hardware.cpu
+    """Return the energy of the GPUs per sample."""
+    energy = row.run.hardware.gpu
     return energy.joules_per_sample if energy else None
 
 
