@@ -51,7 +51,7 @@ _MOST_RANKS_IN_PAIRS = 8
 
 
 _FEW_COLLECTIVES = Collectives(
-    ops=["all_reduce", "all_gather", "broadcast"], min_bytes=2**10, max_bytes=2**20, factor=2**10, modes=["blocking"]
+    ops=["all_reduce", "all_gather", "broadcast"], min_bytes=2**10, max_bytes=2**20, factor=2**10
 )
 
 
