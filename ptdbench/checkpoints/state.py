@@ -18,7 +18,6 @@ from ptdbench.checkpoints import safe_load
 from ptdbench.grouping import grouped
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import device_of, local_part, unwrapped, without_repeats
-from ptdbench.optim.averaging import KEY
 from ptdbench.parallel.replicas import checksums, differing
 from ptdbench.problems import ConfigError, Problem
 
@@ -182,7 +181,7 @@ class TrainingState:
             state, keys = self._optimizer.state.get(weight), {*kept.get(f"optimizer.{name}", ())}
             if not state or not {key for key, value in state.items() if value is not None} <= keys:
                 continue  # another replica's, under ZeRO-1, or another optimizer's
-            for key in keys - {*state, KEY}:
+            for key in keys - {*state}:
                 size, dtype = stored[f"optimizer.{name}.{key}"]
                 alike = torch.empty_like(weight, dtype=dtype)  # sharded as the weight is
                 state[key] = alike if size == weight.size() else torch.empty(size, dtype=dtype, device=weight.device)
@@ -207,12 +206,7 @@ def _require_same(
         return
     more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     rule = f"is of another model or optimizer: {'; '.join([*differences.values()][:_SHOWN])}{more}"
-    remedy = "resume with its model and optimizer"
-    if all(name.endswith(f".{KEY}") for name in differences):
-        rule, remedy = "has no averages of the weights, which this run needs", "try train.ema=null"
-        if differences.keys() <= stored.keys():
-            rule, remedy = "has averages of the weights, which this run does not keep", "resume with its train.ema"
-    raise ConfigError([Problem("resume", path, rule, remedy)])
+    raise ConfigError([Problem("resume", path, rule, "resume with its model and optimizer")])
 
 
 def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -> str:

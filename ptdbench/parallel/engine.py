@@ -97,12 +97,6 @@ class Engine(ABC):
                 part.division.attach(optimizer)
         return optimizer
 
-    def share_weights(self) -> None:
-        """Broadcast each weight from the replica that updates it; called in all ranks."""
-        for part in self.parts:
-            if part.division:
-                part.division.share()
-
     def routed(self) -> tuple[dict[str, list[float]], list[float]]:
         """Return each expert's choices by router, and the load of the fullest rank per part; called in all ranks."""
         routings = [part.routing for part in self.parts if part.routing]

@@ -179,7 +179,7 @@ class Memory(Struct):
     reason: str | None = None  #: Why there are no figures.
     #: Bytes by kind, one number per rank; the kinds of a rank add up to its peak. ``weights``: parameters and buffers,
     #: or the rank's shards. ``gradients``: unsharded ones that FSDP has not reduced yet included. ``optimizer``: its
-    #: state, moving averages of weights included. ``activations``: all other allocations of the forward and the
+    #: state. ``activations``: all other allocations of the forward and the
     #: backward pass. ``communication``: send and receive buffers, and weights that FSDP has all-gathered. ``other``:
     #: the batch, temporaries of the update, and on a GPU allocations from before the step, such as library workspaces,
     #: and the allocator's rounding.

@@ -187,7 +187,7 @@ def of_case(name: str) -> Seen:
     sent = Counter[str]()
     for call in calls_of(step):
         sent[call.operation] += call.bytes
-    stages = footprints(model, make, strategy, layout.dims, average=False, precision=precision, kernels=kernels)
+    stages = footprints(model, make, strategy, layout.dims, precision=precision, kernels=kernels)
     foreseen = stages[layout.dims.stage(dist.get_rank())]
     return Seen(
         comm_bytes(CommModel(

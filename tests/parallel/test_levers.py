@@ -24,7 +24,7 @@ from tests.workloads.made_loop import step_loop
 pytestmark = pytest.mark.ranks
 
 RANKS, BATCH, STEPS = 4, 16, 6
-TRAIN = {"clip_norm": 0.2, "ema": 0.9, "steps": STEPS}
+TRAIN = {"clip_norm": 0.2, "steps": STEPS}
 
 
 class Lever:
@@ -89,11 +89,6 @@ def train(loop: StepLoop, steps: int = STEPS) -> list[float]:
     return [loss.item() for loss in loop.losses[before:]]
 
 
-def averaged(loop: StepLoop) -> dict[str, torch.Tensor]:
-    with torch.no_grad(), loop.update.averaged():
-        return {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
-
-
 def in_rank(folder: Path, names: set[str]) -> dict[str, Any]:
     """What each lever of these names trains, and what the one process does that it is held against."""
     plain = with_weights(uneven())
@@ -107,7 +102,7 @@ def outcome(loop: StepLoop) -> dict[str, Any]:
     weights = {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
     outcomes = {
         "losses": losses, "owns_loss": loop.engine.owns_loss, "norms": [float(n) for n in loop.update.gradient_norms],
-        "averaged": averaged(loop), "state": sum(len(values) > 0 for values in loop.update.optimizer.state.values()),
+        "state": sum(len(values) > 0 for values in loop.update.optimizer.state.values()),
     }  # fmt: skip
     assert all(torch.equal(weights[name], whole(weight)) for name, weight in loop.engine.module.named_parameters())
     return outcomes | {"weights": weights}
@@ -144,18 +139,16 @@ def test_exact_levers_follow_one_process(of_ranks, name):
     assert losses_of(of_ranks, name) == pytest.approx(process["losses"], rel=1e-5)
     for of_rank in (of_rank[name] for of_rank in of_ranks):
         assert of_rank["norms"] == pytest.approx(process["norms"], rel=1e-4)
-        for key in ("weights", "averaged"):
-            for weight, value in of_rank[key].items():
-                expected = process[key][tied().get(weight, weight)]
-                torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-4, msg=f"{key} {weight}")
+        for weight, value in of_rank["weights"].items():
+            expected = process["weights"][tied().get(weight, weight)]
+            torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-4, msg=weight)
 
 
-def test_clipping_steps_and_averages_matter(of_ranks):
+def test_clipping_and_steps_matter(of_ranks):
     process = of_ranks[0]["one process"]
     assert min(process["norms"]) > TRAIN["clip_norm"]
     first, *later = process["losses"]
     assert max(abs(loss / first - 1) for loss in later) > 1e-3  # a hundred times the tolerance
-    assert not torch.equal(process["weights"]["head.norm.weight"], process["averaged"]["head.norm.weight"])
 
 
 @cases("name", INEXACT, daily=["bf16, zero1"])
