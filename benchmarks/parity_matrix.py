@@ -36,7 +36,7 @@ STEPS, EXACT = 10, 1e-5
 ROUNDING = 1e-6
 
 #: Levers that change the arithmetic, and by how much they may change a loss; they have to do so by more than rounding.
-CHANGES = {"bf16": 2e-2, "powersgd": 2e-2, "torch in bf16": 2e-2}
+CHANGES = {"bf16": 2e-2, "torch in bf16": 2e-2}
 
 #: The losses of the steps, and their norms of gradients where these are clipped.
 Numbers = list[float]

@@ -7,9 +7,7 @@
 A run's throughput is its layout's, times the drift of the machine, times an error of its own of 8 %. The drift is that
 of 480 runs in ``benchmarks/images/noise.png`` on two busy cores: 7 %, and two runs share less than a third of it that
 are 15 runs apart. Errors are normal, of Student's t with 3 degrees of freedom, or of layouts whose variances are 3:1;
-30:1 and 100:1 for three runs. With a past, three earlier sweeps of other layouts are known, whose errors were anywhere
-between 0.6 and 1.6 times as large; with a quieter past between 0.18 and 0.5 times, with a noisier one between 2.4 and
-6.6 times.
+30:1 and 100:1 for three runs.
 
 Good is at most 5 % of identical layouts told apart, and 95 % of those of ``make bench`` decided. For two layouts
 Student's t is exact: half of such shares lie above 5 %. A row of identical ones misses where one so large would be seen
@@ -32,10 +30,10 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.script import ROOT, keep, options
-from ptdbench.comparison import alternatives, noise, significance, variation
+from ptdbench.comparison import alternatives, significance
 from ptdbench.comparison.ranking import rank
 from ptdbench.comparison.significance import LEVEL
-from ptdbench.comparison.variation import Noise, Pool, Sample
+from ptdbench.comparison.variation import Pool, Sample
 from ptdbench.records import store
 from ptdbench.setup import runs
 from ptdbench.setup.config import Repeat
@@ -54,9 +52,6 @@ DECIDED = 0.95
 
 #: Repeats of ``make bench``, and seconds in which it has to be done once everything is installed.
 BENCH, BENCH_SECONDS = 9, 150.0
-
-#: What is known of earlier sweeps: nothing, or three whose errors were about so many times those of today.
-PASTS = {"": None, "with a past": 1.0, "with a quieter past": 0.3, "with a noisier past": 4.0}
 
 Errors = Callable[[np.random.Generator, int, int], np.ndarray]
 
@@ -128,43 +123,32 @@ def sweep(random: np.random.Generator, shares: Sequence[float], repeats: int, er
     return list(samples)
 
 
-def past(random: np.random.Generator, errors: Errors, quiet: float) -> Noise:
-    """Return what three earlier sweeps say, whose errors were ``quiet`` times those of today, more or less."""
-    noise = Noise()
-    for scale in quiet * np.exp(random.uniform(-0.5, 0.5, 3)):
-        runs = sweep(random, (1.0, 0.8, 0.6), 3, lambda *sizes, scale=scale: scale * errors(*sizes))
-        noise += variation.noise(runs)
-    return noise
-
-
-def is_told_apart(samples: Sequence[Sample], earlier: Noise | None, level: float = LEVEL) -> bool:
+def is_told_apart(samples: Sequence[Sample], level: float = LEVEL) -> bool:
     """Whether any two layouts are."""
-    return any(significance.faster(Pool(samples, earlier), samples, level))
+    return any(significance.faster(Pool(samples), samples, level))
 
 
-def is_first_decided(samples: Sequence[Sample], earlier: Noise | None) -> bool:
+def is_first_decided(samples: Sequence[Sample]) -> bool:
     """Whether the first layout has the first rank alone."""
-    return significance.ranks(significance.faster(Pool(samples, earlier), samples))[0] == (1, 1)
+    return significance.ranks(significance.faster(Pool(samples), samples))[0] == (1, 1)
 
 
-def is_told_apart_at_a_look(samples: Sequence[Sample], earlier: Noise | None) -> bool:
+def is_told_apart_at_a_look(samples: Sequence[Sample]) -> bool:
     """Whether ``repeat=auto`` tells any two apart whenever it looks, until these runs are all."""
     most = len(samples[0])
     level = significance.level_of_look(most)
     return any(
-        is_told_apart([{block: sample[block] for block in range(look)} for sample in samples], earlier, level)
+        is_told_apart([{block: sample[block] for block in range(look)} for sample in samples], level)
         for look in significance.interim_looks(most)
     )
 
 
 def identical(random: np.random.Generator, sweeps: int) -> Iterator[Row]:
-    """Compare layouts that do not differ: in tables of repeats, of single runs, and at the looks of ``repeat=auto``."""
-    few, more = product((2, 3, 8), (2, 3), PASTS), product((2, 3, 8), (5, 9), ("",))
-    sizes = [*few, *more, *product((2, 3, 8), (1,), ("with a past",))]
-    kinds = [*product(ERRORS, sizes), *product(FAR, product((3, 8, 15), (3,), ("",)))]
-    for kind, (layouts, repeats, earlier) in kinds:
-        seen = _seen(random, sweeps, is_told_apart, [1.0] * layouts, repeats, kind, earlier)
-        yield _row(f"{layouts} identical x {repeats}, {kind} {earlier}", seen, sweeps, most=LEVEL)
+    """Compare layouts that do not differ: in tables of repeats, and at the looks of ``repeat=auto``."""
+    kinds = [*product(ERRORS, product((2, 3, 8), (2, 3, 5, 9))), *product(FAR, product((3, 8, 15), (3,)))]
+    for kind, (layouts, repeats) in kinds:
+        seen = _seen(random, sweeps, is_told_apart, [1.0] * layouts, repeats, kind)
+        yield _row(f"{layouts} identical x {repeats}, {kind}", seen, sweeps, most=LEVEL)
     for kind in ERRORS:
         seen = _seen(random, sweeps, is_told_apart_at_a_look, [1.0] * 3, 20, kind)
         yield _row(f"3 identical, repeat=auto repeat.max=20, {kind}", seen, sweeps, most=LEVEL)
@@ -172,21 +156,18 @@ def identical(random: np.random.Generator, sweeps: int) -> Iterator[Row]:
 
 def decided(random: np.random.Generator, sweeps: int) -> Iterator[Row]:
     """Compare layouts that differ as those of ``make bench`` do, with as many repeats and with fewer."""
-    sizes = [*product((3, 5, 7, BENCH), ("",)), (5, "with a noisier past")]
-    for kind, (repeats, earlier) in product(ERRORS, sizes):
-        seen = _seen(random, sweeps, is_first_decided, LAYOUTS, repeats, kind, earlier)
-        name = f"first of {', '.join(map(str, LAYOUTS))} x {repeats}, {kind} {earlier}"
+    for kind, repeats in product(ERRORS, (3, 5, 7, BENCH)):
+        seen = _seen(random, sweeps, is_first_decided, LAYOUTS, repeats, kind)
+        name = f"first of {', '.join(map(str, LAYOUTS))} x {repeats}, {kind}"
         yield _row(name, seen, sweeps, least=DECIDED if repeats == BENCH else 0.0)
 
 
 def _seen(
-    random: np.random.Generator, sweeps: int, sees: Callable[[Sequence[Sample], Noise | None], bool],
-    shares: Sequence[float], repeats: int, kind: str, earlier: str = "",
+    random: np.random.Generator, sweeps: int, sees: Callable[[Sequence[Sample]], bool],
+    shares: Sequence[float], repeats: int, kind: str,
 ) -> int:  # fmt: skip
     """Of how many made sweeps something is so."""
-    errors, quiet = (ERRORS | FAR)[kind], PASTS[earlier]
-    pasts = (past(random, errors, quiet) if quiet else None for _ in range(sweeps))
-    return sum(sees(sweep(random, shares, repeats, errors), noise) for noise in pasts)
+    return sum(sees(sweep(random, shares, repeats, (ERRORS | FAR)[kind])) for _ in range(sweeps))
 
 
 def bench(times: int) -> Iterator[Row]:
@@ -197,8 +178,7 @@ def bench(times: int) -> Iterator[Row]:
         began = time.monotonic()
         subprocess.run(["make", "bench", f"ARGS=hydra.sweep.dir={directory}"], cwd=ROOT, check=True)
         seconds.append(time.monotonic() - began)
-        found = alternatives.group(store.read_results(ROOT / directory))
-        ranking = rank(found, noise.look_up(run for one in found for run in one.runs))
+        ranking = rank(alternatives.group(store.read_results(ROOT / directory)))
         first += ranking.places[0].rank == (1, 1)
     yield _row(f"make bench: first place decided (longest {max(seconds):.0f} s)", first, times, least=0.9)
     in_time = sum(one <= BENCH_SECONDS for one in seconds)

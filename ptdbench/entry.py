@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ptdbench import search_path
-from ptdbench.comparison import alternatives, noise
 from ptdbench.launch import forced_exit, local, settings, slurm
 from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
@@ -312,7 +311,6 @@ def _conclude(composed: compose.Composed, agenda: Agenda) -> int:
     """Print the results of the runs; return exit status 0 if all requested runs are ok, and none was skipped."""
     requested = 0 if agenda.is_open else len(agenda.runs)
     records = _print_results(agenda.directory, composed.configs, requested)
-    noise.keep(alternatives.group(records))  # by which later sweeps are judged
     if agenda.only:  # the sweep's other runs were not requested
         records = [record for record in records if store.below(agenda.directory, record.directory) == agenda.only]
         requested = 0

@@ -50,7 +50,7 @@ def test_changed_data_are_refused(tmp_path, shared_run):
 @cases("strategy", ["ddp", "fsdp", "pdp"], daily=["fsdp"])
 def test_resumed_run_has_the_same_evaluations(shared_run, strategy):
     options = (
-        *TASK, f"parallel={strategy}", "lr_schedule=one_cycle", "train.clip_norm=1", "train.ema=0.8", "eval.every=2",
+        *TASK, f"parallel={strategy}", "lr_schedule=one_cycle", "train.clip_norm=1", "eval.every=2",
         "train.steps=6",
     )  # fmt: skip
     whole = shared_run(*options, "checkpoint.every_steps=6")  # so that it rehearses, as the others do

@@ -7,7 +7,7 @@ replicas or FSDP shards, and can be loaded under another layout and on another n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,6 @@ from ptdbench.checkpoints import safe_load
 from ptdbench.grouping import grouped
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import device_of, local_part, unwrapped, without_repeats
-from ptdbench.optim.averaging import KEY
 from ptdbench.parallel.replicas import checksums, differing
 from ptdbench.problems import ConfigError, Problem
 
@@ -36,7 +35,7 @@ class TrainingState:
         module: The module with this rank's weights and buffers.
         optimizer: The optimizer of its parameters.
         tied: Pairs of names that share one weight; copies in different stages become one entry, under the first name.
-        rank: The rank, for its random generators and local state.
+        rank: The rank, for its random generators and buffers.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, rank: int) -> None:
@@ -67,7 +66,7 @@ class TrainingState:
 
         Args:
             with_buffers: Whether to include this rank's buffers; on one replica only, as batch norm statistics differ.
-            local: Additional state that only this rank has.
+            local: Buffers that only this rank has, from :meth:`own_buffers`.
 
         Returns:
             ``model.<name>``, ``optimizer.<name>.<key>``, ``rng.cpu.<rank>`` and, on a GPU, ``rng.cuda.<rank>``;
@@ -85,20 +84,17 @@ class TrainingState:
     def steady(self, names: Iterable[str]) -> set[str]:
         """Return the names of trained weights and optimizer state, which only an update changes.
 
-        A forward pass may change buffers, local state and frozen weights, as in a momentum encoder.
+        A forward pass may change buffers and frozen weights, as in a momentum encoder.
         """
         weights = {f"model.{name}" for name, weight in self._weights() if weight.requires_grad}
         return {name for name in names if name in weights or name.startswith("optimizer.")}
 
-    def restore(self, path: Path, *, same_layout: bool, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    def restore(self, path: Path, *, same_layout: bool, group: dist.ProcessGroup | None = None) -> None:
         """Load a checkpoint into a run before its first step, when the optimizer has no state; called in all ranks.
 
-        The layout and the number of ranks may have changed. Random generators and local state are restored only in the
+        The layout and the number of ranks may have changed. Random generators are restored only in the
         ``same_layout``: in another one, this rank may be in a tensor-parallel group, whose ranks must draw the same
         random numbers. ``group``: a CPU group of all ranks.
-
-        Returns:
-            The rank's local state by name, on the CPU.
 
         Raises:
             ConfigError: The checkpoint is of another model or optimizer (with the differences), cannot be read, or
@@ -109,20 +105,16 @@ class TrainingState:
         tensors = self._trained(with_buffers=True)
         _require_same(path, tensors, stored, group)
         buffers, self.differed = _kept_buffers(stored, self._rank if same_layout else -1)
-        names = {*buffers.values(), *(_of_rank(stored, self._rank, device) if same_layout else ())}
+        names = {*buffers.values(), *(_generators(stored, self._rank, device) if same_layout else ())}
         of_rank = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
         safe_load.load(path, tensors | of_rank, group)
         self._copy_to_second()
         self._put_back({name: of_rank.pop(full) for name, full in buffers.items()})
-        local = {}
         for name, state in of_rank.items():
             if name.startswith("rng.cuda."):
                 torch.cuda.set_rng_state(state, device)
-            elif name.startswith("rng.cpu."):
-                torch.set_rng_state(state)
             else:
-                local[name.removeprefix(f"own.{self._rank}.")] = state
-        return local
+                torch.set_rng_state(state)
 
     @torch.no_grad()
     def _put_back(self, values: Mapping[str, Tensor]) -> None:
@@ -189,7 +181,7 @@ class TrainingState:
             state, keys = self._optimizer.state.get(weight), {*kept.get(f"optimizer.{name}", ())}
             if not state or not {key for key, value in state.items() if value is not None} <= keys:
                 continue  # another replica's, under ZeRO-1, or another optimizer's
-            for key in keys - {*state, KEY}:
+            for key in keys - {*state}:
                 size, dtype = stored[f"optimizer.{name}.{key}"]
                 alike = torch.empty_like(weight, dtype=dtype)  # sharded as the weight is
                 state[key] = alike if size == weight.size() else torch.empty(size, dtype=dtype, device=weight.device)
@@ -214,12 +206,7 @@ def _require_same(
         return
     more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     rule = f"is of another model or optimizer: {'; '.join([*differences.values()][:_SHOWN])}{more}"
-    remedy = "resume with its model and optimizer"
-    if all(name.endswith(f".{KEY}") for name in differences):
-        rule, remedy = "has no averages of the weights, which this run needs", "try train.ema=null"
-        if differences.keys() <= stored.keys():
-            rule, remedy = "has averages of the weights, which this run does not keep", "resume with its train.ema"
-    raise ConfigError([Problem("resume", path, rule, remedy)])
+    raise ConfigError([Problem("resume", path, rule, "resume with its model and optimizer")])
 
 
 def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -> str:
@@ -229,11 +216,10 @@ def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -
     return f"{list(size)} {str(dtype).removeprefix('torch.')}"
 
 
-def _of_rank(stored: Iterable[str], rank: int, device: torch.device) -> list[str]:
-    """Return the names of this rank's random generators and local state in the checkpoint."""
-    kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
-    generators = {f"rng.{kind}.{rank}" for kind in kinds}
-    return [name for name in stored if name in generators or name.startswith(f"own.{rank}.")]
+def _generators(stored: Collection[str], rank: int, device: torch.device) -> list[str]:
+    """Return the names of this rank's random generators in the checkpoint."""
+    names = [f"rng.{kind}.{rank}" for kind in (("cpu", "cuda") if device.type == "cuda" else ("cpu",))]
+    return [name for name in names if name in stored]
 
 
 def _kept_buffers(stored: Iterable[str], rank: int) -> tuple[dict[str, str], str | None]:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ptdbench.comparison import noise, significance, variation
+from ptdbench.comparison import significance, variation
 from ptdbench.comparison.alternatives import Alternative, comparable
 from ptdbench.comparison.significance import LEVEL, POWER, Comparison, level_of_look
-from ptdbench.comparison.variation import Noise, Pool
+from ptdbench.comparison.variation import MIN_RUNS, Difference, Pool
+from ptdbench.grouping import grouped
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Degree
 from ptdbench.terminal import plural
@@ -62,6 +63,21 @@ def _detected(share: float) -> str:
     return f"differences of {1 + share:.{decimals}f}x or more are detected"
 
 
+def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Difference | None]:
+    """Return the differences of pairs of alternatives, given the noise of all alternatives of the same model.
+
+    ``None`` for a pair in which one has fewer than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
+    """
+    models = grouped((pair[0].median_run.model, (id(side), side.sample)) for pair in pairs for side in pair)
+    pools = {model: Pool([*dict(samples).values()]) for model, samples in models.items()}
+    return [
+        pools[left.median_run.model].difference(left.sample, right.sample)
+        if min(len(left.sample), len(right.sample)) >= MIN_RUNS
+        else None
+        for left, right in pairs
+    ]
+
+
 @dataclass(frozen=True)
 class Standing:
     """The standing of an alternative in a ranking."""
@@ -87,7 +103,6 @@ class Ranking:
     """A ranking of alternatives, fastest first; those without a run that is ok come last."""
 
     places: list[Standing]  #: One for each alternative.
-    earlier: Noise | None  #: Noise of earlier sweeps on the same machine.
 
     @property
     def is_known(self) -> bool:
@@ -95,12 +110,12 @@ class Ranking:
         return any(place.against_best for place in self.places)
 
 
-def rank(alternatives: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
-    """Rank comparable alternatives; an order of single runs requires the noise of earlier sweeps."""
+def rank(alternatives: Sequence[Alternative]) -> Ranking:
+    """Rank comparable alternatives."""
     level = level_of(run for alternative in alternatives for run in alternative.runs)
     ok = [alternative for alternative in alternatives if alternative.sample]
     samples = [alternative.sample for alternative in ok]
-    means, pool = [variation.geometric_mean(sample) or 0.0 for sample in samples], Pool(samples, earlier)
+    means, pool = [variation.geometric_mean(sample) or 0.0 for sample in samples], Pool(samples)
     faster = significance.faster(pool, samples, level)
     ranks = significance.ranks(faster)
     order = list(_in_order(faster, means))
@@ -118,15 +133,12 @@ def rank(alternatives: Sequence[Alternative], earlier: Noise | None = None) -> R
             number=number,
             faster=faster[number],
         ))  # fmt: skip
-    return Ranking([*places, *(Standing(failed) for failed in alternatives if not failed.sample)], earlier)
+    return Ranking([*places, *(Standing(failed) for failed in alternatives if not failed.sample)])
 
 
 def of_models(alternatives: Iterable[Alternative]) -> list[Ranking]:
     """Rank each group of :func:`ptdbench.comparison.alternatives.comparable` separately."""
-    return [
-        rank(group, noise.look_up(run for alternative in group for run in alternative.runs))
-        for group in comparable(alternatives)
-    ]
+    return [rank(group) for group in comparable(alternatives)]
 
 
 def _in_order(faster: Sequence[set[int]], means: Sequence[float]) -> Iterator[int]:
@@ -151,10 +163,7 @@ def remark(ranking: Ranking) -> str | None:
         return f"{_resolution(ranked)}: not ranked; repeat=5 ranks them"
     remarks = [f"ranks: simultaneous {1 - LEVEL:.0%} confidence", _resolution(ranked)]
     if min(counts) == 1 < max(counts):
-        remarks.append(f"single runs: {'ranked by the variation of the others' if ranking.earlier else 'no rank'}")
-    elif max(counts) == 1 and ranking.earlier:
-        earlier = share_text(math.expm1(min(ranking.earlier.unpaired.deviation, 700)))
-        remarks.append(f"ranked by the run-to-run variation of earlier sweeps, {earlier}")
+        remarks.append("single runs: no rank")
     return "; ".join(remarks)
 
 

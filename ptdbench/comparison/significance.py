@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 
-from ptdbench.comparison.variation import MIN_RUNS, Difference, Pool, Sample
+from ptdbench.comparison.variation import LEAST_RUNS, MIN_RUNS, Difference, Pool, Sample
 
 #: The probability of any false positive.
 LEVEL = 0.05
@@ -76,7 +76,7 @@ def faster(pool: Pool, samples: Sequence[Sample], level: float = LEVEL) -> list[
     The probability of any false positive is at most ``level``, over all pairs together.
     """
     winners: list[set[int]] = [set() for _ in samples]
-    judged = [place for place, sample in enumerate(samples) if pool.is_enough(sample)]
+    judged = [place for place, sample in enumerate(samples) if len(sample) >= LEAST_RUNS]
     pairs = list(combinations(judged, 2))
     signs = differing([pool.difference(samples[left], samples[right]) for left, right in pairs], level)
     for (left, right), sign in zip(pairs, signs, strict=True):

@@ -8,7 +8,7 @@ Runs of a sweep are a two-way layout, ``log figure = configuration + block + res
 of the machine affects all of it. As three runs of a pair say little about their variance, the variance of the sweep's
 other runs is added as a prior with its own degrees of freedom (G. Smyth, "Linear models and empirical Bayes methods for
 assessing differential expression in microarray experiments", Statistical Applications in Genetics and Molecular Biology
-3, 2004). Earlier sweeps on the machine only judge single runs, which have no variance of their own.
+3, 2004).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from itertools import chain
 from typing import NamedTuple
 
 from ptdbench.grouping import grouped
-from ptdbench.records.schema import Quantity
 
 #: Minimum number of runs for a verdict or an interval, per side: with two it is 13 standard errors wide.
 MIN_RUNS = 3
+
+#: Minimum number of runs for a comparison, per side.
+LEAST_RUNS = 2
 
 #: Maximum degrees of freedom of the prior. In Smyth's model, the variances of nine in ten configurations are then
 #: between 0.52 and 2.9 times the common variance, by the quantiles of chi-squared. Smyth estimates this parameter from
@@ -39,8 +41,8 @@ Sample = Mapping[Hashable, float]
 class Spread:
     """An estimated variance of the logarithms of figures."""
 
-    squares: Quantity = 0.0  #: Sum of squared residuals.
-    freedom: Quantity = 0.0  #: Degrees of freedom; 0 if the variance is unknown.
+    squares: float = 0.0  #: Sum of squared residuals.
+    freedom: float = 0.0  #: Degrees of freedom; 0 if the variance is unknown.
 
     @property
     def deviation(self) -> float:
@@ -54,17 +56,16 @@ class Spread:
         freedom = max(self.freedom - part.freedom, 0.0)
         return Spread(max(self.squares - part.squares, 0.0), freedom) if freedom else Spread()  # only rounding is left
 
-    def as_prior(self, measured: Spread | None = None) -> Spread:
-        """Return the same variance with the degrees of freedom that it has as a prior for other runs.
+    def as_prior(self, measured: Spread) -> Spread:
+        """Return the same variance with the degrees of freedom that it has as a prior for runs with a measured one.
 
         The variance of its logarithm is about ``2 / freedom``, and ``2 / PRIOR_FREEDOM`` among configurations; they
-        add up. For runs with a ``measured`` variance, it counts for at most twice their degrees of freedom, and two
+        add up. It counts for at most twice their degrees of freedom, and two
         thirds of its own, as the residuals of a block share its mean: otherwise a configuration of 100 times the
         variance would seem to differ from the others in up to one of ten sweeps (``make ranks-truth``).
         """
         share = PRIOR_FREEDOM / (PRIOR_FREEDOM + self.freedom)
-        if measured and measured.freedom:
-            share = min(share, 2 * measured.freedom / (3 * measured.freedom + self.freedom))
+        share = min(share, 2 * measured.freedom / (3 * measured.freedom + self.freedom))
         return Spread(self.squares * share, self.freedom * share)
 
 
@@ -74,9 +75,6 @@ class Noise:
 
     paired: Spread = Spread()  #: Variation not explained by configuration and block.
     unpaired: Spread = Spread()  #: Variation not explained by the configuration, including drift of the machine.
-
-    def __add__(self, other: Noise) -> Noise:
-        return Noise(self.paired + other.paired, self.unpaired + other.unpaired)
 
 
 class Difference(NamedTuple):
@@ -98,27 +96,21 @@ class _Moments(NamedTuple):
 
 
 class Pool:
-    """Configurations of one model to compare, each with its runs, and the noise of these and earlier runs."""
+    """Configurations of one model to compare, each with its runs, and the noise of these runs."""
 
-    def __init__(self, samples: Sequence[Sample], earlier: Noise | None = None) -> None:
+    def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples  # keeps the ids below valid
         self._moments = {id(sample): _moments(sample) for sample in samples if sample}
         self._noise = noise(samples)
-        self._earlier = earlier or Noise()
-        self._least = 1 if earlier else 2
-
-    def is_enough(self, sample: Sample) -> bool:
-        """Return whether there are enough runs to compare the configuration."""
-        return len(sample) >= self._least
 
     def difference(self, left: Sample, right: Sample) -> Difference | None:
         """Compare two configurations, by their common blocks if there are enough, or neither has other runs.
 
         The variance is the pair's, with all others only as a prior, so that quiet configurations do not make a noisy
         one look quiet (P. Games and J. Howell, Journal of Educational Statistics 1, 1976). ``None`` if one has a single
-        run, or none, and there is no noise from earlier sweeps.
+        run, or none.
         """
-        if not (self.is_enough(left) and self.is_enough(right)):
+        if min(len(left), len(right)) < LEAST_RUNS:
             return None
         common = left.keys() & right.keys()
         is_paired = len(common) >= min(MIN_RUNS, max(len(left), len(right)))
@@ -126,17 +118,13 @@ class Pool:
             pairs = _spread([math.log(left[block] / right[block]) for block in common])
             measured = Spread(pairs.spread.squares / 2, pairs.spread.freedom)
             mean, runs, scale = pairs.mean, pairs.runs, 2 / pairs.runs
-            spread = self._moderated(measured, self._noise.paired - measured, self._earlier.paired)
+            spread = measured + (self._noise.paired - measured).as_prior(measured)
         else:
             sides = [self._moments[id(sample)] for sample in (left, right)]
             mean, runs = sides[0].mean - sides[1].mean, min(side.runs for side in sides)
             scale = sum(1 / side.runs for side in sides)
-            measured, others = _welch(*sides), self._noise.unpaired
-            if measured.freedom:  # otherwise a side is a single run, and the other side helps to estimate its variance
-                others = others - sides[0].spread - sides[1].spread
-            spread = self._moderated(measured, others, self._earlier.unpaired)
-        if not spread.freedom:
-            return None
+            measured, others = _welch(*sides), self._noise.unpaired - sides[0].spread - sides[1].spread
+            spread = measured + others.as_prior(measured)
         return Difference(mean, spread.deviation * math.sqrt(scale), spread.freedom, runs, is_paired)
 
     def mean_error(self, sample: Sample) -> tuple[float, float] | None:
@@ -150,15 +138,6 @@ class Pool:
         others = self._noise.unpaired - moments.spread
         spread = moments.spread + others.as_prior(moments.spread)
         return spread.deviation / math.sqrt(moments.runs), spread.freedom
-
-    @staticmethod
-    def _moderated(measured: Spread, others: Spread, earlier: Spread) -> Spread:
-        """Return Smyth's moderated variance: the average of both estimates, weighted by degrees of freedom.
-
-        Earlier sweeps count only where today's runs say nothing: two or three runs cannot tell whether the machine was
-        quieter then, which would give false positives, or noisier, which would hide differences.
-        """
-        return measured + others.as_prior(measured) if measured.freedom or others.freedom else earlier.as_prior()
 
 
 def noise(samples: Sequence[Sample]) -> Noise:
@@ -214,8 +193,6 @@ def _welch(left: _Moments, right: _Moments) -> Spread:
     two runs, for which his test would be wrong in one of ten cases, and to 4 for three, as for three runs each.
     """
     sides, fewest = (left, right), min(left.runs, right.runs)
-    if fewest < 2:
-        return Spread()
     parts = [side.spread.deviation**2 / side.runs for side in sides]
     squared = sum(part**2 / side.spread.freedom for part, side in zip(parts, sides, strict=True))
     freedom = sum(parts) ** 2 / squared if squared else left.spread.freedom + right.spread.freedom

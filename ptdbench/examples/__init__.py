@@ -1,1 +1,1 @@
-"""Minimal programs to learn from."""
+"""A model to start one of your own from."""

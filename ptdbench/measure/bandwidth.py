@@ -80,9 +80,6 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
 #: The folder of fits in the cache.
 _KIND = "links"
 
-#: How an operation was called; the mode closer to training comes first.
-_MODES = ("async", "blocking")
-
 #: Prefixes of the environment variables that affect the speed of messages.
 _SETTINGS = ("NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_")
 
@@ -106,7 +103,7 @@ def fits_key(backend: str, peers: Sequence[Peer]) -> Mapping[str, object]:
 
 
 def keep_fits(of: Mapping[str, object], lines: Mapping[str, Line]) -> Path:
-    """Store plausible lines by series: operation, dtype, reduction and mode; raise OSError if that fails.
+    """Store plausible lines by series: operation, dtype and reduction; raise OSError if that fails.
 
     Existing lines are kept for other series, or if they were fitted up to larger sizes.
     """
@@ -124,10 +121,9 @@ def fitted_seconds(of: Mapping[str, object], operation: str, dtype: str, calls: 
     calls are larger than the fitted sizes.
     """
     series = f"{operation} {dtype} sum" if operation in _REDUCING else f"{operation} "
-    for mode in _MODES:
-        for name, line in _lines(of).items():
-            if name.startswith(series) and name.endswith(mode) and 0 < size <= calls * line.largest:
-                return calls * line.alpha + size * line.beta
+    for name, line in _lines(of).items():
+        if name.startswith(series) and 0 < size <= calls * line.largest:
+            return calls * line.alpha + size * line.beta
     return None
 
 

@@ -5,13 +5,11 @@ The size of a message is the whole: if every rank holds a share (``scatter``, ``
 
 Messages are small integers that every rank can compute for every other. Each element depends on its source and
 position, so that a share from the wrong rank, a wrong order, and a missing or doubled contribution all change the
-result. Reduced values are integers that the dtype represents exactly, so that any order of additions gives the same
-bits.
+result. Sums are integers that the dtype represents exactly, so that any order of additions gives the same bits.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,17 +27,14 @@ class Dtype:
 
     torch: torch.dtype  #: The torch dtype.
     exact: int  #: The largest ``n`` such that all integers from 0 to ``n`` are represented exactly.
-    doublings: int  #: How many times 1 can be doubled exactly.
 
 
 def _whole(dtype: torch.dtype) -> Dtype:
-    largest = torch.iinfo(dtype).max
-    return Dtype(dtype, largest, largest.bit_length() - 1)
+    return Dtype(dtype, torch.iinfo(dtype).max)
 
 
 def _floating(dtype: torch.dtype) -> Dtype:
-    numbers = torch.finfo(dtype)
-    return Dtype(dtype, round(2 / numbers.eps), math.frexp(numbers.max)[1] - 1)
+    return Dtype(dtype, round(2 / torch.finfo(dtype).eps))
 
 
 #: The formats that gloo and NCCL can both reduce.
@@ -58,28 +53,8 @@ DTYPES: dict[str, Dtype] = {
 _LABELS = 113
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """A reduction, and the test values that show whether it is correct."""
-
-    op: dist.ReduceOp.RedOpType  #: The torch operation.
-    combine: Callable[[Tensor, Tensor], Tensor]  #: The same operation on two tensors.
-    labels: Callable[[int], int]  #: Number of different values, from 1 on, that a number of ranks contribute.
-    capacity: Callable[[Dtype], int] | None = None  #: Maximum ranks that contribute to an element; ``None``: all.
-    idle: int = 0  #: The value that the other ranks contribute.
-
-
-def _as_many_as_ranks(ranks: int) -> int:
-    """Give each rank a label, so that each in turn holds the smallest and the largest."""
-    return min(max(ranks, 2), _LABELS)
-
-
-REDUCTIONS: dict[str, Reduction] = {
-    "sum": Reduction(dist.ReduceOp.SUM, torch.add, lambda ranks: 7, lambda dtype: dtype.exact // 7),
-    "product": Reduction(dist.ReduceOp.PRODUCT, torch.mul, lambda ranks: 2, lambda dtype: dtype.doublings, idle=1),
-    "min": Reduction(dist.ReduceOp.MIN, torch.minimum, _as_many_as_ranks),
-    "max": Reduction(dist.ReduceOp.MAX, torch.maximum, _as_many_as_ranks),
-}
+#: Ranks contribute numbers from 1 to this to a sum.
+_SUMMANDS = 7
 
 
 def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
@@ -91,30 +66,26 @@ def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
 
 
 @cache
-def _reduced(ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
-    """Compute one period of the result; cached, as it is slow for many ranks."""
-    result = _contribution(0, ranks, dtype, reduction)
-    for source in range(1, ranks):
-        result = reduction.combine(result, _contribution(source, ranks, dtype, reduction))
-    return result
+def _summed(ranks: int, dtype: Dtype) -> Tensor:
+    """Compute one period of the sum; cached, as it is slow for many ranks."""
+    return sum((_contribution(source, ranks, dtype) for source in range(1, ranks)), _contribution(0, ranks, dtype))
 
 
-def _contribution(source: int, ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
+def _contribution(source: int, ranks: int, dtype: Dtype) -> Tensor:
     """Compute one period of a rank's numbers.
 
     If all ranks together would exceed the dtype, only every n-th rank contributes to an element, and contributors
     rotate after each cycle of labels: a short message then detects errors of some ranks only.
     """
-    labels = reduction.labels(ranks)
-    stride = -(-ranks // reduction.capacity(dtype)) if reduction.capacity else 1
-    period = labels**2
-    while period < labels * ranks:
-        period *= labels
-    numbers = (_labels(source, labels, period * stride) + 1).double()  # holds every power of two that occurs
+    stride = -(-ranks // (dtype.exact // _SUMMANDS))
+    period = _SUMMANDS**2
+    while period < _SUMMANDS * ranks:
+        period *= _SUMMANDS
+    numbers = _labels(source, _SUMMANDS, period * stride) + 1
     if stride == 1:
         return numbers
     takes_part = (torch.arange(len(numbers)) // period + source) % stride == 0
-    return torch.where(takes_part, numbers, reduction.idle)
+    return torch.where(takes_part, numbers, 0)
 
 
 def _labels(source: int, labels: int, length: int) -> Tensor:
@@ -147,7 +118,6 @@ class GroupRank:
     index: int  #: This rank's index in the group.
     device: torch.device  #: This rank's device.
     dtype: Dtype  #: Dtype of the message.
-    reduction: Reduction  #: The reduction, if the operation reduces.
 
     @property
     def root(self) -> int:
@@ -163,20 +133,19 @@ class GroupRank:
         return sent(source, count, self.dtype, self.device)
 
     def contributed(self, count: int) -> Tensor:
-        """Return this rank's input to a reduction of ``count`` elements."""
-        numbers = _contribution(self.index, len(self.ranks), self.dtype, self.reduction)
-        return _stretched(numbers, count, self.dtype, self.device)
+        """Return this rank's input to a sum of ``count`` elements."""
+        return _stretched(_contribution(self.index, len(self.ranks), self.dtype), count, self.dtype, self.device)
 
-    def reduced(self, count: int) -> Tensor:
-        """Return the expected result of the reduction."""
-        return _stretched(_reduced(len(self.ranks), self.dtype, self.reduction), count, self.dtype, self.device)
+    def summed(self, count: int) -> Tensor:
+        """Return the expected result of the sum."""
+        return _stretched(_summed(len(self.ranks), self.dtype), count, self.dtype, self.device)
 
 
 @dataclass(frozen=True)
 class Message:
     """One operation at one size, on one rank."""
 
-    call: Callable[..., dist.Work | None]  #: Runs the operation; with ``async_op=True`` it returns the work.
+    call: Callable[[], dist.Work | None]  #: Runs the operation.
     given: Tensor | None = None  #: This rank's input; ``None`` if it has none.
     result: Tensor | None = None  #: This rank's result, possibly ``given`` itself; ``None`` if it has none.
     fill: Callable[[], Tensor] | None = None  #: Content of ``given`` before a call to verify.
@@ -189,7 +158,7 @@ class Operation:
 
     prepare: Callable[[GroupRank, int], Message]  #: Creates a rank's message of so many elements, per share if any.
     has_shares: bool = False  #: Whether each rank holds a share of the whole.
-    reduces: bool = False  #: Whether it takes a reduction.
+    reduces: bool = False  #: Whether it sums.
 
     def count(self, size: int, ranks: int, item_bytes: int) -> int:
         """Return the elements, at least one, of a message of about ``size`` bytes, per share if there are shares."""
@@ -220,11 +189,11 @@ def _reduce(at: GroupRank, count: int, to_all: bool = False) -> Message:
     data = at.empty(count)
     reduce = dist.all_reduce if to_all else partial(dist.reduce, dst=at.root)
     return Message(
-        partial(reduce, data, op=at.reduction.op, group=at.group),
+        partial(reduce, data, group=at.group),
         given=data,
         result=data if to_all or at.index == 0 else None,
         fill=lambda: at.contributed(count),
-        expected=lambda: at.reduced(count),
+        expected=lambda: at.summed(count),
     )
 
 
@@ -261,11 +230,11 @@ def _reduce_scatter(at: GroupRank, count: int) -> Message:
     ranks = len(at.ranks)
     whole, share = at.empty(count * ranks), at.empty(count)
     return Message(
-        partial(_reduce_scatter_tensor, share, whole, at.reduction.op, at.group),
+        partial(_reduce_scatter_tensor, share, whole, group=at.group),
         given=whole,
         result=share,
         fill=lambda: at.contributed(count * ranks),
-        expected=lambda: at.reduced(count * ranks).chunk(ranks)[at.index],
+        expected=lambda: at.summed(count * ranks).chunk(ranks)[at.index],
     )
 
 
@@ -305,19 +274,17 @@ def unsupported(backend: str, device_type: str) -> list[str]:
     return [name for name in OPERATIONS if name not in ("broadcast", "all_reduce", "barrier")]
 
 
-def verify(message: Message, name: str, place: GroupRank, asynchronous: bool) -> None:
+def verify(message: Message, name: str, place: GroupRank) -> None:
     """Run an operation once on a test pattern; raise ArithmeticError with its name if the result is wrong."""
     if message.result is not None:
         message.result.zero_()
     if message.given is not None and message.fill:
         message.given.copy_(message.fill())
-    work = message.call(async_op=asynchronous)
-    if work is not None:
-        work.wait()
+    message.call()
     if message.result is not None and message.expected:
         compare(message.result, message.expected(), name, place.ranks[place.index])
     if message.given is not None:
-        message.given.fill_(place.reduction.idle)  # unchanged by any number of reductions
+        message.given.zero_()  # unchanged by any number of sums
 
 
 def compare(result: Tensor, expected: Tensor, name: str, rank: int) -> None:

@@ -172,7 +172,6 @@ class Cut(Struct):
     op: str | None = None  #: The collective.
     dtype: str | None = None  #: Its dtype.
     reduction: str | None = None  #: Its reduction.
-    mode: str | None = None  #: Its mode.
     from_bytes: int | None = None  #: The smallest size that was skipped.
     reason: str | None = None  #: Why.
 
@@ -183,10 +182,9 @@ class Series(Struct):
     op: str  #: The collective.
     dtype: str | None  #: The dtype; null for a barrier.
     reduction: str | None  #: The reduction; null if the collective does not reduce.
-    mode: str  #: How it was called: ``blocking`` or ``async``.
 
     def __str__(self) -> str:
-        return " ".join(filter(None, (self.op, self.dtype, self.reduction, self.mode)))
+        return " ".join(filter(None, (self.op, self.dtype, self.reduction)))
 
 
 class CollectiveResult(Series):
@@ -196,7 +194,6 @@ class CollectiveResult(Series):
     ranks: int  #: Ranks per group.
     repetitions: int  #: How often it was timed.
     seconds: StepSeconds  #: Its time on the slowest rank.
-    post_seconds: float | None  #: In mode ``async``, median seconds that the host took to launch it.
     algbw: float | None  #: Bytes over median seconds; null for a barrier.
     busbw: float | None  #: ``algbw`` times the factor of ``definitions``: the rate of the links.
 
@@ -207,7 +204,6 @@ class CollectiveFit(Fit, frozen=True):
     op: str  #: The collective.
     dtype: str | None  #: The dtype; null for a barrier.
     reduction: str | None  #: The reduction; null if the collective does not reduce.
-    mode: str  #: How it was called.
 
 
 class MessageSize(Struct, omit_defaults=True):
@@ -238,23 +234,11 @@ class BothWays(Struct):
     sizes: list[MessageSize]  #: The measurements, by size; bandwidths are the sum of both directions.
 
 
-class Overlap(Struct):
-    """Overlap of communication and computation."""
-
-    ranks: list[int]  #: The two ranks.
-    bytes: int  #: Size of the message.
-    communication: float  #: Seconds of the message alone.
-    computation: float  #: Seconds of the computation alone.
-    together: float  #: Seconds of both at once.
-    hidden: float  #: Share of the shorter of the two that was overlapped.
-
-
 class P2P(Struct):
     """Links between ranks (``workload=p2p``)."""
 
     pairs: list[Pair]  #: One per direction.
     both: list[BothWays]  #: Both directions at the same time.
-    overlap: list[Overlap]  #: Overlap of messages and computation.
     cut: list[Cut]  #: Skipped sizes.
 
 

@@ -101,18 +101,12 @@ def repeat(step: Step | None, device: torch.device, effort: Effort) -> list[floa
 
     ``step``: ``None`` on ranks that only wait. The list is empty if ``min_repetitions`` would take too long.
     """
-    return repeat_in_turns([step], device, effort)[0]
-
-
-def repeat_in_turns(steps: Sequence[Step | None], device: torch.device, effort: Effort) -> list[list[float]]:
-    """Like :func:`repeat` for several steps, interleaved so that interference affects all of them."""
     dist.barrier()
-    warmup = [most(*seconds) for seconds in timed(steps, effort.warmup, device)]
-    once = max(min(seconds) for seconds in warmup)
+    once = min(most(*timed([step], effort.warmup, device)[0]))
     if not effort.affords(once):
-        return [[] for _ in steps]
+        return []
     dist.barrier()
-    return [most(*seconds) for seconds in timed(steps, effort.repetitions(once), device)]
+    return most(*timed([step], effort.repetitions(once), device)[0])
 
 
 def timed(

@@ -105,14 +105,14 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     copies = _narrowed(module, units, setting, options) if is_narrow else None
     fill(module)
     # Convolution kernels take the images' memory format; otherwise their gradients would not match DDP's buckets.
-    # Pipeline messages and PowerSGD's matrices, however, must be contiguous.
-    if setting.channels_last and dims.pipeline == 1 and options.sent != "powersgd":
+    # Pipeline messages, however, must be contiguous.
+    if setting.channels_last and dims.pipeline == 1:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     part = LaidOutModule(module, module)
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if is_replicated:
         static_graph = options.has_static_graph(setting.layout)
-        part = replicate(module, setting.mesh.dp_cp, device, options, setting.kernels, static_graph=static_graph)
+        part = replicate(module, setting.mesh.dp_cp, device, options, static_graph=static_graph)
     return _completed(part, shared, setting, options, copies)
 
 

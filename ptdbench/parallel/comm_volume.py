@@ -49,8 +49,8 @@ _OF_LOSS = 3
 #: Gathered stages that torch's pipeline schedules keep on a rank: ``_add_unshard_reshard(max_active_stages=3)``.
 _KEPT_STAGES = 3
 
-#: Bytes per element of a reduced gradient; the sizes of PowerSGD's matrices depend on the buckets.
-_SENT = {"fp32": _WIDE, "bf16": 2, "fp16": 2, "powersgd": math.nan}
+#: Bytes per element of a reduced gradient.
+_SENT = {"fp32": _WIDE, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)

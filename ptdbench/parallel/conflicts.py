@@ -80,9 +80,8 @@ def of_degrees(options: Options) -> list[Row]:
     is_set = {name: getattr(options, name) != default for name, default in _DEFAULTS.items()}
     # A degree of auto counts as above 1, as it is on several ranks.
     dims = Dims(**{name: 2 if degree == "auto" else degree for name, degree in options.degrees().items()})
-    replicates, compresses = options.replicates(dims), options.gradients == "powersgd"
     # DDP also averages gradients over ranks that share a sequence, and FSDP also shards weights over them.
-    ignored = is_one | {"replicate": not replicates, "shard": not options.gathers_weights(dims)}
+    ignored = is_one | {"replicate": not options.replicates(dims), "shard": not options.gathers_weights(dims)}
     reshards_to_group = not isinstance(options.reshard_after_forward, bool)
     return [
         *(
@@ -98,13 +97,6 @@ def of_degrees(options: Options) -> list[Row]:
         (not is_one["pipeline"] and is_set["reduce_scatter_each_microbatch"], "reduce_scatter_each_microbatch",
          "has no effect under a pipeline, whose schedule reduces the gradients of a stage after its last micro-batch",
          "try false"),
-        (options.shards(dims) and compresses,
-         "gradients", "needs unsharded gradients, but this layout shards them", "try auto, bf16, or parallel=ddp"),
-        *(
-            (replicates and not compresses and is_set[option],
-             option, "has no effect without parallel.gradients=powersgd", "omit it")
-            for option in ("powersgd_rank", "powersgd_start")
-        ),
         (options.async_tensor and not options.sequence and not is_one["tensor"], "async_tensor",
          "only overlaps the messages of sequence parallelism", "try false, or parallel.sequence=true"),
         (reshards_to_group and not (is_one["pipeline"] and is_one["tensor"] and is_one["context"]),
@@ -194,9 +186,6 @@ def of_option(options: Options, plan: BatchPlan | None, name: str, value: object
              "does not support sharded weights in torch", "try adamw, or parallel=ddp"),
         ],
         "precision": [
-            (value == "fp16" and options.gradients == "powersgd", "parallel.gradients",
-             "does not work with loss scaling: an overflow skips the step, but its infinite error would be fed back",
-             "try auto, or precision=bf16"),
             (value in fp8.RECIPES and options.applies("tensor", dims), "precision",
              "does not support tensor parallelism: its layers do not accept DTensors", "try bf16"),
             (gathers_fp8 and not isinstance(options.reshard_after_forward, bool), "parallel.reshard_after_forward",
@@ -384,14 +373,11 @@ def of_gloo(options: Options, dims: Dims, model: Model, *, gathers: bool) -> lis
     ]
 
 
-def of_torch(options: Options, dims: Dims, backend: str, device_type: str, compiles: object) -> list[Row]:
+def of_torch(options: Options, dims: Dims, device_type: str, compiles: object) -> list[Row]:
     """Return where torch's own recipes, ``kernels=torch``, do not work."""
     return [
         (options.sync_batchnorm and device_type == "cpu", "parallel.sync_batchnorm",
          "with kernels=torch is nn.SyncBatchNorm, which takes tensors of GPUs only", "try false, or kernels=fused"),
-        (options.sent == "powersgd" and "nccl" not in backend, "parallel.gradients",
-         "with kernels=torch is torch's hook, whose messages may be in another order on each rank with gloo",
-         "try auto, bf16, or kernels=fused"),
         (compiles == "whole" and dims.tensor > 1, "compile",
          "is one graph, and with kernels=torch the loss is split outside of graphs", "try layers, or kernels=fused"),
     ]  # fmt: skip

@@ -14,8 +14,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ptdbench.kernels.choice import Kernels
-from ptdbench.kernels.powersgd import PowerSGD
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.zero import Zero1
@@ -34,7 +32,7 @@ _CHANGED = ("training graph has changed", "finished reduction in the prior itera
 
 
 def replicate(
-    module: nn.Module, mesh: DeviceMesh, device: torch.device, options: Options, kernels: Kernels, *, static_graph: bool
+    module: nn.Module, mesh: DeviceMesh, device: torch.device, options: Options, *, static_graph: bool
 ) -> LaidOutModule:
     """Wrap a module whose weights are materialized: DDP compares their shapes across replicas and builds buckets.
 
@@ -55,10 +53,7 @@ def replicate(
         find_unused_parameters=finds_unused,
     )
     is_complete = static_graph or finds_unused or options.pipeline_schedule.splits_backward
-    compressor = None
-    if options.sent == "powersgd":
-        compressor = PowerSGD(replica, mesh.get_group(), options.powersgd_rank, options.powersgd_start, kernels)
-    elif hook := _NARROW.get(options.sent):
+    if hook := _NARROW.get(options.sent):
         replica.register_comm_hook(mesh.get_group(), hook)
     return LaidOutModule(
         module,
@@ -68,9 +63,8 @@ def replicate(
         average=partial(_average, replica),
         # A static graph knows which gradients are missing; averaging after the backward pass uses zeros for them.
         settle=partial(_require_all, [] if is_complete else [module], options.static_graph),
-        settles_after=(2 if static_graph else 1) + (compressor is not None),  # the compressor must see final buckets
+        settles_after=2 if static_graph else 1,
         division=Zero1(module, mesh.get_group()) if options.optimizer == "zero1" else None,
-        compressor=compressor,
     )
 
 

@@ -52,9 +52,7 @@ class Degrees(Generic[T]):
     replicate: T = degree(
         "Replicas of the model.", "r", "dp_replicate", divides=("samples",), place=0, derived=3,
         preset="parallel=ddp,pdp",
-        options=(
-            "bucket_mb", "gradient_as_bucket_view", "static_graph", "optimizer", "powersgd_rank", "powersgd_start"
-        ),
+        options=("bucket_mb", "gradient_as_bucket_view", "static_graph", "optimizer"),
     )  # fmt: skip
     shard: T = degree(
         "Ranks that shard the weights of one replica, and split its share of the batch.", "s", "dp_shard",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,6 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
 
 from ptdbench.kernels.copies import Copies
-from ptdbench.kernels.powersgd import PowerSGD
 from ptdbench.models.state import Modes, preserved
 from ptdbench.nested import split
 from ptdbench.parallel.experts import Routing
@@ -48,8 +47,6 @@ class LaidOutModule:
     settle: Callable[[], None] = lambda: None  #: Completes the gradients after the last backward pass of a step.
     routing: Routing | None = None  #: For a model with experts: the counts of tokens routed to them.
     division: Zero1 | None = None  #: How the optimizer state is sharded over the replicas, if it is.
-    #: Averages low-rank approximations of the gradients; ``None``: gradients are averaged exactly.
-    compressor: PowerSGD | None = None
     copies: Copies | None = None  #: Narrow copies of the weights to compute with, if the compute dtype is narrow.
 
 
@@ -103,29 +100,6 @@ class Engine(ABC):
                 part.division.attach(optimizer)
         return optimizer
 
-    def share_weights(self) -> None:
-        """Broadcast each weight from the replica that updates it; called in all ranks."""
-        for part in self.parts:
-            if part.division:
-                part.division.share()
-
-    def own_state(self) -> dict[str, Tensor]:
-        """Return, by name, this rank's own communication state that carries over between steps."""
-        return {
-            f"powersgd.{number}.{name}": tensor
-            for number, part in enumerate(self.parts)
-            if part.compressor
-            for name, tensor in part.compressor.tensors().items()
-        }
-
-    def load_own_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what :meth:`own_state` returned; :meth:`rehearse` must follow."""
-        for number, part in enumerate(self.parts):
-            if part.compressor:
-                prefix = f"powersgd.{number}."
-                within = ((name, tensor) for name, tensor in tensors.items() if name.startswith(prefix))
-                part.compressor.load({name.removeprefix(prefix): tensor for name, tensor in within})
-
     def routed(self) -> tuple[dict[str, list[float]], list[float]]:
         """Return each expert's choices by router, and the load of the fullest rank per part; called in all ranks."""
         routings = [part.routing for part in self.parts if part.routing]
@@ -142,8 +116,6 @@ class Engine(ABC):
         written = {weight: weight.detach().clone() for weight in map(self.module.get_parameter, self.written)}
         with preserved(self.module, targets.device), ExitStack() as untraced:
             for part in self.parts:
-                if part.compressor:
-                    untraced.enter_context(part.compressor.rehearsing())
                 if part.routing:
                     untraced.enter_context(part.routing.rehearsing())
             for _ in range(self.rehearsals):

@@ -30,7 +30,7 @@ class StateBytes:
 
     weights: int  #: The rank's parameters and buffers, and the narrow copies that it computes with.
     gradients: int  #: Gradients of its trained parameters.
-    optimizer: int  #: Optimizer state after the first step, and the moving average of the weights.
+    optimizer: int  #: Optimizer state after the first step.
 
     @property
     def total(self) -> int:
@@ -44,7 +44,6 @@ def footprints(
     options: Options = Options(),  # noqa: B008, it is frozen
     dims: Dims = Dims(),  # noqa: B008
     *,
-    average: bool,
     precision: Name = "fp32",
     kernels: Kernels = "fused",
     pinned: bool = False,
@@ -56,7 +55,6 @@ def footprints(
         make: Creates the optimizer.
         options: The options of the layout.
         dims: Its degrees.
-        average: Whether a moving average of the weights is kept.
         precision: Dtype of the arithmetic.
         kernels: Whose recipe is used in a narrow format: torch's keeps no copies of weights between operations.
         pinned: Whether weights and gradients are in pinned host memory, where torch gives each a power of two.
@@ -65,7 +63,6 @@ def footprints(
     owners = dims.ways("samples", "positions") if in_buckets and options.optimizer == "zero1" else 1
     copied = None if options.shards(dims) or narrow == torch.float32 or kernels == "torch" else narrow
     gradient_copies = 2 if in_buckets and not options.gradient_as_bucket_view else 1
-    gradient_copies += in_buckets and options.gradients == "powersgd"  # error feedback
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}
     of, parts = rules(module_of(model)), local_parts(model, options, dims)
     by_shape = dict[tuple[Rule, torch.Size, torch.dtype], int]()
@@ -75,7 +72,7 @@ def footprints(
         key = of[parameter], local.shape, local.dtype
         if key not in by_shape:
             by_shape[key] = _state_bytes(named[parameter], local, make)
-        return by_shape[key] + (local.nbytes if average else 0)
+        return by_shape[key]
 
     def of_rank(held: Sequence[nn.Module]) -> StateBytes:
         # A weight shared within a stage counts once; a weight shared between stages has a copy in each.

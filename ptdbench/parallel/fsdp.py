@@ -55,7 +55,6 @@ def shard(
         kernels: ``torch``: a group for each layer and one for the rest, under torch's default policies.
         offload: Whether weights, gradients and optimizer state are kept in host memory.
     """
-    assert options.sent != "powersgd"  # refused
     reduce_dtype = DTYPES[options.sent]  # FSDP also accumulates whole gradients of micro-batches in it
     # Inputs are cast by precision.cast_inputs(), as under every layout.
     wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)

@@ -26,8 +26,6 @@ class Options(Degrees[Size]):
     gradient_as_bucket_view: bool = True
     static_graph: bool | Literal["auto", "find_unused"] = "auto"
     optimizer: Literal["replicated", "zero1"] = "replicated"
-    powersgd_rank: int = 1
-    powersgd_start: int = 2
     reshard_after_forward: bool | int = True
     reshard_between_microbatches: bool | Literal["auto"] = "auto"
     reduce_scatter_each_microbatch: bool = False
@@ -35,7 +33,7 @@ class Options(Degrees[Size]):
     separate_reduce_scatter: bool = False
     reduce_scatter_buffers: int = 1
     message_buffers: Literal["caching", "nccl", "symmetric"] = "caching"
-    gradients: Literal["auto", "fp32", "bf16", "fp16", "powersgd"] = "auto"
+    gradients: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     context_method: Method = "ulysses"
     sequence: bool = False
     async_tensor: bool = False
@@ -81,7 +79,7 @@ class Options(Degrees[Size]):
         return dims.communicators + (self.separate_reduce_scatter and self.gathers_weights(dims))
 
     @property
-    def sent(self) -> Literal["fp32", "bf16", "fp16", "powersgd"]:
+    def sent(self) -> Literal["fp32", "bf16", "fp16"]:
         """The format in which gradients are sent to be averaged."""
         return "fp32" if self.gradients == "auto" else self.gradients
 

@@ -41,9 +41,7 @@ class Strategy(Options):
     def __post_init__(self) -> None:
         given = {name: degree for name, degree in self.degrees().items() if degree != "auto"}
         require(
-            *at_least(1, **given, prefetch=self.prefetch, powersgd_rank=self.powersgd_rank),
-            *at_least(1, reduce_scatter_buffers=self.reduce_scatter_buffers),
-            *at_least(2, powersgd_start=self.powersgd_start),
+            *at_least(1, **given, prefetch=self.prefetch, reduce_scatter_buffers=self.reduce_scatter_buffers),
             *conflicts.problems(self, conflicts.of_values(self)),
             *conflicts.problems(self, conflicts.of_degrees(self)),
         )

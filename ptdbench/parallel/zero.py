@@ -34,11 +34,11 @@ class Zero1:
         for weight in self._others:
             optimizer.state.pop(weight, None)  # some optimizers create state before the first step
         optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(lambda *_: self.share())
+        optimizer.register_step_post_hook(self._share)
 
     @torch.no_grad()
-    def share(self) -> None:
-        """Broadcast this replica's part of the weights, and receive the other parts; called in all replicas."""
+    def _share(self, *_: Any) -> None:
+        """Broadcast this replica's part of the weights, and receive the other parts."""
         for owner in range(dist.get_world_size(self._group)):
             weights = [weight.detach() for weight, its in self._owners.items() if its == owner]
             if weights:  # coalesced into few messages, as DDP itself broadcasts weights

@@ -323,7 +323,7 @@ class _Virtual:
         """Say over how many GPUs, and with which options, a micro-batch fits that leaves ``free`` bytes for state."""
         training, strategy, batch = self._training, self._training.strategy, self._layouts[size].global_batch
         dims, conditions = training.layout.dims, []
-        (whole,) = footprints(training.model, training.optimizer, average=self._request.config.train.ema is not None)
+        (whole,) = footprints(training.model, training.optimizer)
         gpus = dims.world_size
         if self._on_gpu > free or not strategy.gathers_weights(dims):
             gpus = math.ceil(whole.total / free)

@@ -44,9 +44,6 @@ def try_options(config: Config, steps: int = 3) -> dict[str, Any]:
     options: dict[str, Any] = _SHORT | {"train.steps": steps}
     if isinstance(config.cluster, Slurm):
         options["cluster.requeue"] = False  # it writes no checkpoint to resume from
-    if config.call("parallel").options.get("gradients") == "powersgd":
-        # At least two steps are uncompressed, and the third one's residual is in memory in the fourth.
-        options |= {"parallel.powersgd_start": 2, "train.steps": max(steps, 4)}
     if config.resolved.get("precision") == "fp16" and not config.resolved.get("virtual"):
         # Overflows skip steps, which make no state: the loss scale starts at 2**16, and each skip halves it.
         options["train.steps"] += 16

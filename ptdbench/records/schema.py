@@ -179,7 +179,7 @@ class Memory(Struct):
     reason: str | None = None  #: Why there are no figures.
     #: Bytes by kind, one number per rank; the kinds of a rank add up to its peak. ``weights``: parameters and buffers,
     #: or the rank's shards. ``gradients``: unsharded ones that FSDP has not reduced yet included. ``optimizer``: its
-    #: state, moving averages of weights included. ``activations``: all other allocations of the forward and the
+    #: state. ``activations``: all other allocations of the forward and the
     #: backward pass. ``communication``: send and receive buffers, and weights that FSDP has all-gathered. ``other``:
     #: the batch, temporaries of the update, and on a GPU allocations from before the step, such as library workspaces,
     #: and the allocator's rounding.
@@ -327,7 +327,7 @@ class Energy(Struct):
     device.
     """
 
-    source: str | None = None  #: The counters that were read: ``NVML`` or ``RAPL``.
+    source: str | None = None  #: The counters that were read: ``NVML``.
     steps: Count | None = None  #: Number of steps during which energy was metered; minimum over devices.
     seconds: Amount | None = None  #: Their duration; minimum over devices.
     watts: Amount | None = None  #: Mean power of all devices together.
@@ -338,27 +338,18 @@ class Energy(Struct):
 
 
 class Clocks(Struct):
-    """The clocks of one rank's GPU during steps; null if NVML does not report them."""
+    """What held back the clocks of one rank's GPU during steps."""
 
     rank: Count  #: The rank.
-    sm_clock_mhz: Count | None  #: SM clock in the last steps.
-    #: The lowest SM clock observed; it is sampled whenever steps are interrupted, about every 10 seconds.
-    sm_clock_least_mhz: Count | None
-    sm_clock_most_mhz: Count | None  #: The maximum SM clock of the GPU.
-    #: Why it was below its maximum clock when sampled: ``power cap``, ``too hot (hardware)``, ...
-    clock_reasons: list[str] | None
     #: Share of the time in which clocks were held below the application clocks, by cause: ``power limit``,
     #: ``temperature limit``, ``sync boost``, ``board limit``, ``reliability limit``, as far as the driver counts them.
-    #: Causes may coincide.
-    held_back: dict[str, Amount] | None
+    #: Causes may coincide; null if it counts none.
+    held_back: dict[str, Amount] | None = None
 
 
 class Hardware(Struct):
-    """The hardware during the steps of the run's last start: energy, clocks, what limited these, and other load."""
+    """The hardware during the steps of the run's last start: energy, what limited clocks, and other load."""
 
-    #: All CPU packages of the ranks' machines, without memory modules. The counters do not distinguish processes: this
-    #: is the energy of everything that ran there.
-    cpu: Energy | None = None
     gpu: Energy | None = None  #: The ranks' GPUs with their memory, including everything else that ran on them.
     clocks: list[Clocks] | None = None  #: One for each rank that has a GPU.
     #: What other processes took meanwhile, by node; null if the steps on CPUs took less than a second.

@@ -1,4 +1,4 @@
-"""Loggers of a training run's scalars: TensorBoard, and the service of ``logger=wandb`` or ``logger=mlflow``.
+"""Loggers of a training run's scalars: TensorBoard, and Weights & Biases, by ``logger=wandb``.
 
 Scalars are written during the run, whenever its ranks drain their steps, and at its end: outside the timed path, and
 even a run that is killed has curves. A service never ends a run: the first error is reported, and nothing more is sent
@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -192,82 +191,6 @@ class WandB:
     def end(self, is_ok: bool) -> None:
         """See :class:`Service`."""
         self._run.finish(exit_code=0 if is_ok else 1)
-
-
-class MLflow:
-    """MLflow.
-
-    Args:
-        experiment: Its experiment, which is created if it does not exist.
-        tracking_uri: A server (``http://...``), a database (``sqlite:///mlflow.db``) or a folder (``file:...``);
-            ``null``: ``MLFLOW_TRACKING_URI``, else MLflow's default.
-    """
-
-    package = "mlflow"
-
-    def __init__(self, experiment: str, tracking_uri: str | None = None) -> None:
-        self._experiment, self._uri = experiment, tracking_uri
-        self._client: Any = None
-        self._run = ""
-        self._sent = dict.fromkeys(("speed", "step", "validation"), -1)  # last steps that an earlier start has sent
-
-    def begin(self, start: Start) -> str:
-        """See :class:`Service`."""
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_TIMEOUT))
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # by default it retries for minutes
-        if (self._uri or "").startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the user chose it; required since MLflow 3.7
-        from mlflow import MlflowClient
-        from mlflow.entities import Param, RunStatus
-
-        self._client = MlflowClient(self._uri)
-        if start.known and start.first:
-            self._run = start.known
-            self._client.update_run(self._run, RunStatus.to_string(RunStatus.RUNNING))
-            for points in self._sent:
-                tag = "validation/loss" if points == "validation" else "summary/ok"
-                history = self._client.get_metric_history(self._run, tag)
-                self._sent[points] = max((point.step for point in history), default=-1)
-            return self._run
-        with suppress(Exception):  # an earlier start that was killed, and that the service may not know
-            if start.known and self._client.get_run(start.known).info.status == "RUNNING":
-                self._client.set_terminated(start.known, "KILLED")
-        experiment = self._client.get_experiment_by_name(self._experiment) or self._created()
-        named = {"run_name": start.directory.name, "tags": {"sweep": start.sweep} if start.sweep else {}}
-        self._run = self._client.create_run(experiment.experiment_id, **named).info.run_id
-        params = [Param(name, str(value)) for name, value in start.hparams.items()]
-        try:
-            self._client.log_batch(self._run, params=params)
-        except Exception:
-            self.end(is_ok=False)  # otherwise MLflow would show it as running forever
-            raise
-        return self._run
-
-    def _created(self) -> Any:
-        """Create the experiment, unless another run of the sweep has just done so."""
-        try:
-            return self._client.get_experiment(self._client.create_experiment(self._experiment))
-        except Exception:
-            if found := self._client.get_experiment_by_name(self._experiment):
-                return found
-            raise
-
-    def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
-        """See :class:`Service`."""
-        from mlflow.entities import Metric
-
-        # Of a killed start, MLflow keeps the steps after the last checkpoint, which are now done again.
-        points = [point for point in found if point.step > self._sent.get(point.tag.partition("/")[0], -1)]
-        now = time.time()  # of several summaries at the last step, which is the highest, the latest counts
-        last = max([last_step, self._sent["step"], *(one.step for one in points if one.tag.startswith("step/"))])
-        points += [Scalar(tag, value, last, now) for tag, value in summary.items()]
-        metrics = [Metric(tag, value, int(1e3 * at), step) for tag, value, step, at in points]
-        for place in range(0, len(metrics), 1000):  # MLflow's maximum batch
-            self._client.log_batch(self._run, metrics=metrics[place : place + 1000])
-
-    def end(self, is_ok: bool) -> None:
-        """See :class:`Service`."""
-        self._client.set_terminated(self._run, "FINISHED" if is_ok else "FAILED")
 
 
 class Log:

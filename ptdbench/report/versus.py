@@ -11,9 +11,9 @@ from typing import Literal
 
 from msgspec.structs import asdict
 
-from ptdbench.comparison import alternatives, noise, significance, variation
+from ptdbench.comparison import alternatives, significance, variation
 from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.ranking import detectable_text, interval_text, level_of, margin_text, of_models
+from ptdbench.comparison.ranking import detectable_text, differences, interval_text, level_of, margin_text, of_models
 from ptdbench.comparison.significance import Comparison
 from ptdbench.comparison.variation import MIN_RUNS
 from ptdbench.grouping import grouped
@@ -141,13 +141,13 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
 
     For the same configuration (``is_same``) losses should be equal, too.
     """
-    differences = noise.differences([(after, before) for _, before, after in pairs])
+    compared = differences([(after, before) for _, before, after in pairs])
     # Only runs of sides that took turns: a separate sweep looked only at its own runs.
     runs = [run for _, *sides in pairs for side in sides for run in side.runs]
     level = level_of(run for run in runs if run.option("repeat.series", str))
-    signs = significance.differing(differences, level)
+    signs = significance.differing(compared, level)
     judged = []
-    for (label, before, after), apart, sign in zip(pairs, differences, signs, strict=True):
+    for (label, before, after), apart, sign in zip(pairs, compared, signs, strict=True):
         known = significance.compare(apart, level, pairs=len(pairs)) if apart else None
         verdict = _failing(before, after, level / len(pairs)) or (_SEEN[sign] if known else "not enough data")
         losses, parameters = (

@@ -115,7 +115,7 @@ _SLOWEST = 10
 
 
 def p2p_tables(p2p: results.P2P, width: int) -> str:
-    """Render latency and bandwidth by pair, both directions at once, and overlap with compute."""
+    """Render latency and bandwidth by pair, both directions at once."""
     pairs = p2p.pairs
     ranks = 1 + max(max(pair.source, pair.target) for pair in pairs)
     largest = max((size.bytes or 0 for pair in pairs for size in pair.sizes), default=0)
@@ -128,7 +128,6 @@ def p2p_tables(p2p: results.P2P, width: int) -> str:
     else:
         blocks = [_slowest(f"the {_SLOWEST} slowest of {len(pairs)} pairs, {bandwidth}", pairs, width)]
     blocks += [_exchanges(p2p.both, width)] if any(pair.sizes for pair in p2p.both) else []
-    blocks += [_overlap(p2p.overlap, width)] if p2p.overlap else []
     return "\n\n".join([*blocks, *_cut(p2p.cut, width)])
 
 
@@ -181,16 +180,6 @@ def _exchanges(both: Sequence[results.BothWays], width: int) -> str:
     shown = drawn(["ranks", "size", "time", "GB/s"], rows, width, words=["ranks"])
     of_many = f", the {_SLOWEST} slowest of {len(last)} pairs" if len(last) > _SLOWEST else ""
     return f"both directions at once{of_many}\n{shown}"
-
-
-def _overlap(overlap: Sequence[results.Overlap], width: int) -> str:
-    headings = ["ranks", "size", "exchange", "computation", "together", "hidden"]
-    rows = []
-    for row in sorted(overlap, key=attrgetter("hidden"))[: 2 * _SLOWEST]:
-        times = map(time_text, (row.communication, row.computation, row.together))
-        rows.append([_pair(row.ranks), size_text(row.bytes), *times, f"{100 * row.hidden:.0f}%"])
-    shown = drawn(headings, rows, width, words=["ranks"])
-    return f"exchange with computation between post and wait, the least hidden first\n{shown}"
 
 
 def _pair(ranks: Sequence[int]) -> str:
@@ -246,8 +235,8 @@ def _cut(cut: Sequence[results.Cut], width: int) -> Iterator[str]:
 
 
 def name_of_series(series: results.CollectiveResult | results.CollectiveFit | results.Cut) -> str:
-    """Name a series of collectives: ``all_reduce fp32 sum async``."""
-    return " ".join(filter(None, (series.op, series.dtype, series.reduction, series.mode)))
+    """Name a series of collectives: ``all_reduce fp32 sum``."""
+    return " ".join(filter(None, (series.op, series.dtype, series.reduction)))
 
 
 def check_verdict(check: results.Check, width: int) -> str:

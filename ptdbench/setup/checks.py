@@ -184,7 +184,6 @@ def remedy(training: TrainingSpec, room: Room) -> str:
     """Name the minimum number of such machines or GPUs over which the sharded training state fits."""
     if not room.size:
         return "close other programs"
-    average = training.config.train.ema is not None
-    (whole,) = footprints(training.model, training.optimizer, average=average)
+    (whole,) = footprints(training.model, training.optimizer)
     places = math.ceil(whole.total / room.size)
     return "try parallel=fsdp" if places == 1 else f"try parallel=fsdp on at least {places:,} {room.more}"

@@ -37,7 +37,6 @@ Norm = Annotated[float, Limit(lambda norm: norm > 0, "must be greater than 0, or
 _SHARE = Limit(lambda share: 0 <= share < 1, "must be at least 0 and less than 1", "try 0.02")
 Share = Annotated[float, _SHARE]
 Reserve = Annotated[float, Limit(_SHARE.holds, f"{_SHARE.rule}, or null to start a run whatever it needs", "try 0.1")]
-Decay = Annotated[float, Limit(lambda ema: 0 < ema < 1, "must be between 0 and 1, or null for no average", "try 0.999")]
 
 #: The remedy for a choice whose file lacks required keys.
 _INHERIT = "a file that changes another choice of its group begins with defaults: [NAME, _self_]"
@@ -67,7 +66,6 @@ class Train:
     max_minutes: Minutes | None
     clip_norm: Norm | None
     decay: Literal["all", "matrices"]
-    ema: Decay | None
 
 
 @dataclass(frozen=True)

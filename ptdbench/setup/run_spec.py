@@ -378,8 +378,8 @@ def change_of_shape(checkpoint: Manifest, world_size: int, layout: Mapping[str, 
 def require_same_shape(directory: Path, summary: Summary, allowed: bool) -> None:
     """Raise ConfigError for a run that would resume in place with another shape, unless that is ``allowed``.
 
-    Any layout can load a checkpoint, but not always the state of each single rank: its random generators, and the state
-    of PowerSGD. The numbers may therefore differ from then on, and times are no longer comparable.
+    Any layout can load a checkpoint, but not always the random generators of each single rank. The numbers may
+    therefore differ from then on, and times are no longer comparable.
     """
     if allowed or not summary.trains or (found := checkpoint_dir.latest_manifest(directory)) is None:
         return

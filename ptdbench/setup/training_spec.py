@@ -83,9 +83,9 @@ class TrainingSpec:
     def footprints(self) -> list[StateBytes]:
         """Return the training state of a rank of each pipeline stage."""
         parts = (self.model, self.optimizer, self.strategy, self.layout.dims)
-        general, average = self.config.general, self.config.train.ema is not None
+        general = self.config.general
         formats: Any = {"precision": general.precision, "kernels": general.kernels}
-        return footprints(*parts, average=average, **formats, pinned=self.pinned)
+        return footprints(*parts, **formats, pinned=self.pinned)
 
     def volume(self, *, forced: bool = False) -> dict[str, Size]:
         """Return the bytes of communication in a step by formula, by operation; only before :meth:`engine`.
@@ -120,7 +120,7 @@ class TrainingSpec:
             require(next(conflicts.problems(self.strategy, rows, backend), None))
         general = self.config.general
         if general.kernels == "torch":
-            rows = conflicts.of_torch(self.strategy, self.layout.dims, backend, device_type, general.compile)
+            rows = conflicts.of_torch(self.strategy, self.layout.dims, device_type, general.compile)
             require(next(conflicts.problems(self.strategy, rows, general.compile), None))
 
     @property

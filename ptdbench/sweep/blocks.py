@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from ptdbench.comparison import alternatives, noise, significance
+from ptdbench.comparison import alternatives, ranking, significance
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.variation import Difference
 from ptdbench.problems import Problem, require
@@ -116,7 +116,7 @@ class StoppingRule:
         if self._is_over or blocks not in significance.interim_looks(self.repeat.max):
             return self._is_over
         pairs = self.compared(directory, blocks)
-        differences = noise.differences([(pair.one, pair.other) for pair in pairs])
+        differences = ranking.differences([(pair.one, pair.other) for pair in pairs])
         still = [pair for pair, is_open in zip(pairs, unsettled(differences, self.repeat), strict=True) if is_open]
         self._is_over = not still
         told = f"{plural(blocks, 'block')} of at most {self.repeat.max}"

@@ -209,19 +209,15 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
 
 
 def _unfit_for_script(composed: Composed, cluster: Slurm) -> Iterator[Problem]:
-    """Yield options that need a process to watch the jobs, which a plain script lacks."""
+    """Yield options that need more than one start of the ranks, which is all that a plain script has."""
     first, remedy = composed.configs[0], f"try {command()} -m cluster={cluster.name}, which submits jobs"
     sought = [str(read.train.micro_batch) for read in composed.configs if needs_search(read)]
     resumed = first.sweep.resume
     return broken([
-        (composed.searches, commandline.SWEEPER, composed.sweeper, "each rank of the job would search alone", remedy),
         (bool(sought), "train.micro_batch", ",".join(dict.fromkeys(sought)),
          "is found by short runs, each with fresh ranks, and the script starts its ranks once", remedy),
         (resumed is not None, "sweep.resume", resumed, "continues as the jobs that it was submitted as",
          f"try {command()} {in_shell('sweep.resume', resumed)}"),
-        (first.repeat.runs == "auto", "repeat.runs", "auto",
-         "needs the results of a block before the next one, and each rank of the job would decide alone",
-         f"give a number, or {remedy}"),
         (cluster.requeue, "cluster.requeue", True,
          "lets a run save ahead of the time limit and go on in its directory, which a script does not know", remedy),
     ])  # fmt: skip

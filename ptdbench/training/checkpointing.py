@@ -137,8 +137,7 @@ class Checkpointing:
             "data": self._identity(),
         }
         is_first = self._loop.replica == 0
-        local = self._loop.engine.own_state() | self._state.own_buffers(first_replica=is_first)
-        tensors = self._state.collect(with_buffers=is_first, local=local)
+        tensors = self._state.collect(with_buffers=is_first, local=self._state.own_buffers(first_replica=is_first))
         model = self._job.spec.config.resolved["model"]
         saver.save(self._loop.done, tensors, model, facts, self._state.steady(tensors))
         self._saved = self._loop.done
@@ -148,8 +147,7 @@ class Checkpointing:
         require(self._same_data(checkpoint, group))
         layout, step = self._job.training.layout, checkpoint.manifest.step
         reshaped = run_spec.change_of_shape(checkpoint.manifest, layout.dims.world_size, layout.as_dict())
-        own_state = self._state.restore(checkpoint.path, same_layout=reshaped is None, group=group)
-        self._loop.engine.load_own_state(own_state)
+        self._state.restore(checkpoint.path, same_layout=reshaped is None, group=group)
         self._loop.update.load_scaler(facts.get("scaler", {}))
         self._loop.first_step = step
         source = checkpoint.path.parent.parent

@@ -72,7 +72,7 @@ class Evaluator:
         module, held_out = self._loop.engine.module, self._job.training.data.held_out
         assert held_out  # assemble() refuses data without held-out samples
         modes = self._loop.engine.modes
-        with torch.no_grad(), preserved(module, self._job.device), self._loop.update.averaged():
+        with torch.no_grad(), preserved(module, self._job.device):
             modes.evaluate()
             broadcast_buffers(module, self._loop.mesh.dp.get_group())
             sums = self._sums(held_out, stopped)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from ptdbench.data.feed import Feed
 from ptdbench.grouping import grouped
 from ptdbench.kernels.loss_scaling import AgreedGradScaler
 from ptdbench.measure import clock, memory
-from ptdbench.optim.averaging import WeightAverage
 from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.mesh import Mesh
@@ -23,7 +21,7 @@ from ptdbench.setup.config import Train
 
 
 class Update:
-    """Turns gradients into new weights, with clipping and averaging as in the ``train`` options.
+    """Turns gradients into new weights, with clipping as in the ``train`` options.
 
     ``optimizer``: newly created over the engine's parameters; ``scale``: whether to scale losses, as fp16 needs, by a
     ``scaler``.
@@ -52,7 +50,6 @@ class Update:
         # On the device of the weights: with offloading that is the host, which would not wait for async copies.
         held = next((weight.device for group in optimizer.param_groups for weight in group["params"]), device)
         self._scaler = scaler(held.type, enabled=scale)
-        self._average = WeightAverage(optimizer, options.ema, engine.share_weights) if options.ema else None
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply a loss by the loss scale, for the backward pass."""
@@ -76,13 +73,6 @@ class Update:
         """Discard the learning rates and gradient norms recorded so far."""
         self.learning_rates.clear()
         self.gradient_norms.clear()
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has its weight averages, if they are kept."""
-        if not self._average:
-            return nullcontext()
-        self.before_change()
-        return self._average.in_place()
 
     def load_scaler(self, state: dict[str, Any]) -> None:
         """Restore the state of loss scaling from a checkpoint."""

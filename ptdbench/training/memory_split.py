@@ -89,7 +89,6 @@ def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
             for values in loop.update.optimizer.state.values()
             for value in (values.values() if isinstance(values, Mapping) else ())
         ],
-        "communication": loop.engine.own_state().values(),
     }
 
 

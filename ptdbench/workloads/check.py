@@ -51,7 +51,7 @@ _MOST_RANKS_IN_PAIRS = 8
 
 
 _FEW_COLLECTIVES = Collectives(
-    ops=["all_reduce", "all_gather", "broadcast"], min_bytes=2**10, max_bytes=2**20, factor=2**10, modes=["blocking"]
+    ops=["all_reduce", "all_gather", "broadcast"], min_bytes=2**10, max_bytes=2**20, factor=2**10
 )
 
 
@@ -152,7 +152,7 @@ class Check:
             return None
         pairs = "all" if job.world.size <= _MOST_RANKS_IN_PAIRS else "ring"
         size = {"min_bytes": _MESSAGE_BYTES, "max_bytes": _MESSAGE_BYTES}
-        short = PointToPoint(pairs=pairs, **size, overlap_bytes=[], max_seconds=_LONGEST)
+        short = PointToPoint(pairs=pairs, **size, max_seconds=_LONGEST)
         return point_to_point.measure(job, short)
 
     def _until_sound(self, job: Job, measure: Callable[[], R], rates_of: Callable[[R], Rates[T]]) -> _Measured[R, T]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,16 +10,13 @@ import torch.distributed as dist
 from msgspec.structs import asdict
 
 from ptdbench.job import Job, Outcome
-from ptdbench.launch.collect import most
 from ptdbench.launch.world import World
 from ptdbench.measure import bandwidth, results, timing
-from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, GroupRank, Message, unsupported, verify
+from ptdbench.measure.operations import DTYPES, OPERATIONS, GroupRank, unsupported, verify
 from ptdbench.measure.results import CollectiveFit, CollectiveResult, Cut, Series
 from ptdbench.measure.timing import Effort, median_of, summary
 from ptdbench.problems import Problem, divisors, nearest, require, try_these
 from ptdbench.report import workload_tables
-
-MODES = ("blocking", "async")
 
 #: Buffers per message on a rank: input, result, expected result, and the backend's copy.
 _COPIES = 4
@@ -35,8 +31,6 @@ class Collectives(Effort):
     max_bytes: int = 2**28
     factor: int = 2
     dtypes: str | list[str] = "fp32"
-    reductions: str | list[str] = "sum"
-    modes: str | list[str] = "all"
     group: str | list[int] = "all"
     pipeline_size: int | Literal["auto"] = "auto"
 
@@ -46,7 +40,7 @@ class Collectives(Effort):
     def __post_init__(self) -> None:
         """Raise ConfigError for options that are invalid on any ranks."""
         wrong = timing.problems(vars(self))
-        for option, names in (("ops", OPERATIONS), ("dtypes", DTYPES), ("reductions", REDUCTIONS), ("modes", MODES)):
+        for option, names in (("ops", OPERATIONS), ("dtypes", DTYPES)):
             wrong += _unknown(option, getattr(self, option), names)
         if isinstance(self.group, str) and self.group not in ("all", "data", "pipeline"):
             wrong.append(Problem("group", self.group, "there is no such group", _GROUPS))
@@ -73,12 +67,9 @@ class Collectives(Effort):
     def series(self, without: Sequence[str] = ()) -> Iterator[Series]:
         """Yield all series to measure, except those of the operations ``without``."""
         for op in _listed(self.ops, OPERATIONS):
-            operation = OPERATIONS[op]
             for dtype in _listed(self.dtypes, DTYPES) if op in bandwidth.FACTORS else [None]:
-                for reduction in _listed(self.reductions, REDUCTIONS) if operation.reduces else [None]:
-                    for mode in _listed(self.modes, MODES):
-                        if op not in without:
-                            yield Series(op, dtype, reduction, mode)
+                if op not in without:
+                    yield Series(op, dtype, "sum" if OPERATIONS[op].reduces else None)
 
 
 def measure(job: Job, options: Collectives) -> results.Collectives:
@@ -193,10 +184,9 @@ def _measure_series(
 ) -> list[CollectiveResult]:
     """Measure one operation by size; add the first size that takes too long, if any, to ``cut``."""
     operation, dtype = OPERATIONS[series.op], DTYPES[series.dtype or "fp32"]
-    reduction = REDUCTIONS[series.reduction or "sum"]
     place = None
     if group:
-        place = GroupRank(group.handle, group.ranks, group.ranks.index(job.world.rank), job.device, dtype, reduction)
+        place = GroupRank(group.handle, group.ranks, group.ranks.index(job.world.rank), job.device, dtype)
     item = dtype.torch.itemsize
     sizes = timing.sizes(options.min_bytes, options.max_bytes, options.factor)
     counts = dict.fromkeys(operation.count(size, ranks, item) for size in sizes) if series.dtype else [0]
@@ -206,44 +196,19 @@ def _measure_series(
         size = operation.bytes(count, ranks, item)
         name = f"{series} of {size} bytes over ranks {group.ranks if group else []}"
         message = operation.prepare(place, count) if place else None
-        seconds, posted = _time(job, message, place, name, series.mode == "async", options)
+        if message and place:
+            verify(message, name, place)
+        seconds = timing.repeat(message.call if message else None, job.device, options)
+        if message and place:
+            verify(message, name, place)
         if not seconds:
             cut.append(Cut(**asdict(series), from_bytes=size, reason=options.too_long))
             break
-        rows.append(_result(series, size, ranks, seconds, posted))
+        rows.append(_result(series, size, ranks, seconds))
     return rows
 
 
-def _time(
-    job: Job, message: Message | None, place: GroupRank | None, name: str, asynchronous: bool, effort: Effort
-) -> tuple[list[float], list[float]]:
-    """Return the seconds of each repetition, and of launching it unless it blocks; verify results before and after.
-
-    Both lists are empty if repetitions would take too long.
-    """
-    if message is None or place is None:
-        seconds = timing.repeat(None, job.device, effort)
-        return seconds, most(*[0.0] * len(seconds)) if asynchronous else []
-    posts: list[float] = []
-
-    def begin_and_wait() -> None:
-        begun = time.perf_counter()
-        work = message.call(async_op=True)
-        posts.append(time.perf_counter() - begun)
-        assert work is not None
-        work.wait()
-
-    verify(message, name, place, asynchronous)
-    step = begin_and_wait if asynchronous else message.call
-    seconds = timing.repeat(step, job.device, effort)
-    posted = most(*posts[len(posts) - len(seconds) :]) if asynchronous else []
-    verify(message, name, place, asynchronous)
-    return seconds, posted
-
-
-def _result(
-    series: Series, size: int, ranks: int, seconds: Sequence[float], posted: Sequence[float]
-) -> CollectiveResult:
+def _result(series: Series, size: int, ranks: int, seconds: Sequence[float]) -> CollectiveResult:
     times = summary(seconds)
     median, moves = median_of(times), series.op in bandwidth.FACTORS
     return CollectiveResult(
@@ -252,7 +217,6 @@ def _result(
         ranks=ranks,
         repetitions=len(seconds),
         seconds=times,
-        post_seconds=summary(posted).median,
         algbw=size / median if moves else None,
         busbw=bandwidth.bus_bandwidth(series.op, size, median, ranks) if moves else None,
     )
@@ -267,7 +231,7 @@ def _keep(job: Job, figures: results.Collectives) -> str | None:
     largest = {str(row): row.bytes for row in figures.results}  # sizes ascend
     lines = {}
     for fit in figures.fits:
-        name = str(Series(fit.op, fit.dtype, fit.reduction, fit.mode))
+        name = str(Series(fit.op, fit.dtype, fit.reduction))
         lines[name] = bandwidth.Line(fit.alpha, fit.beta, largest[name])
     try:
         bandwidth.keep_fits(bandwidth.fits_key(job.spec.backend, job.peers), lines)

@@ -5,15 +5,12 @@ times it by its own clock, and the slower time counts. The latency is half the r
 the one-way time of a message is its round trip minus the latency.
 
 *Both at once.* Both ranks send and receive (``isend``, ``irecv``); again the slower time counts.
-
-*Overlap.* The same, with compute between post and wait that takes about as long as the exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations, permutations
 
 import torch
@@ -23,9 +20,9 @@ from torch import Tensor
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.operations import DTYPES, compare, sent
-from ptdbench.measure.results import P2P, BothWays, Cut, MessageSize, Overlap, Pair
+from ptdbench.measure.results import P2P, BothWays, Cut, MessageSize, Pair
 from ptdbench.measure.timing import Effort, median_of, summary
-from ptdbench.problems import Problem, at_least, require
+from ptdbench.problems import Problem, require
 from ptdbench.report import workload_tables
 
 #: Bytes of the answer to a message.
@@ -33,9 +30,6 @@ ANSWER = 8
 
 #: Buffers per message on a rank: sent, received, expected, and the backend's copy.
 _COPIES = 4
-
-#: Rows and columns of the matrices to multiply during an exchange.
-_SIDE = {"cpu": 128, "cuda": 1024}
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,6 @@ class PointToPoint(Effort):
     min_bytes: int = ANSWER
     max_bytes: int = 2**26
     factor: int = 2
-    overlap_bytes: list[int] = field(default_factory=lambda: [2**16, 2**20, 2**24])
 
     trains = False
     show = staticmethod(workload_tables.p2p_tables)
@@ -56,8 +49,6 @@ class PointToPoint(Effort):
         wrong = timing.problems(vars(self))
         if self.pairs not in ("all", "ring"):
             wrong.append(Problem("pairs", self.pairs, "must be all or ring", "try all, ring"))
-        for size in self.overlap_bytes:
-            wrong += at_least(1, overlap_bytes=size)
         require(*wrong)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
@@ -78,18 +69,14 @@ def measure(job: Job, options: PointToPoint) -> P2P:
         ArithmeticError: A message arrived corrupted on this rank.
         ConfigError: The messages do not fit into memory.
     """
-    largest = max([options.max_bytes, *options.overlap_bytes])
-    option = "workload.max_bytes" if largest == options.max_bytes else "workload.overlap_bytes"
-    timing.require_memory(job.device, job.world.local_size, _COPIES * largest, option, largest)
+    need = _COPIES * options.max_bytes
+    timing.require_memory(job.device, job.world.local_size, need, "workload.max_bytes", options.max_bytes)
     ring = options.pairs == "ring"
     pairs = unordered_pairs(job.world.size, ring)
     cut: list[Cut] = []
     return P2P(
         pairs=[_one_way(job, options, *pair, cut) for pair in ordered_pairs(job.world.size, ring)],
         both=[_both(job, options, pair, cut) for pair in pairs],
-        overlap=[
-            row for pair in pairs for size in options.overlap_bytes for row in _overlap(job, options, pair, size, cut)
-        ],
         cut=cut,
     )
 
@@ -148,38 +135,6 @@ def _both(job: Job, options: PointToPoint, pair: tuple[int, int], cut: list[Cut]
     return BothWays([*pair], rows)
 
 
-def _overlap(job: Job, options: PointToPoint, pair: tuple[int, int], size: int, cut: list[Cut]) -> Iterator[Overlap]:
-    job.watchdog.alive()
-    too_long = Cut(ranks=[*pair], from_bytes=size, reason=f"overlap: {options.too_long}")
-    exchange = _Exchange.of(job, pair, size)
-    alone = timing.repeat(exchange.run if exchange else None, job.device, options)
-    multiply = _products(job.device)
-    once = timing.repeat(partial(multiply, 1) if exchange else None, job.device, options) if alone else []
-    if not once:
-        cut.append(too_long)
-        return
-    times = max(1, round(median_of(summary(alone)) / median_of(summary(once))))  # the same number on all ranks
-    compute = partial(multiply, times) if exchange else None
-    together = partial(exchange.run, compute) if exchange else None
-    steps = [exchange.run if exchange else None, compute, together]
-    seconds = timing.repeat_in_turns(steps, job.device, options)
-    if exchange:
-        exchange.verify()
-    if seconds[0]:
-        message, computation, both = (median_of(summary(of_step)) for of_step in seconds)
-        yield Overlap([*pair], size, message, computation, both, hidden(message, computation, both))
-    else:
-        cut.append(too_long)
-
-
-def hidden(communication: float, computation: float, together: float) -> float:
-    """Return the fraction of the shorter operation that overlapped with the longer one.
-
-    1: together they take as long as the longer one; 0: as long as in sequence; negative: even longer.
-    """
-    return (communication + computation - together) / min(communication, computation)
-
-
 def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size: int) -> list[float]:
     """Return the seconds of each round trip of a message and its answer, on the slower of the two ranks."""
     rank, device = job.world.rank, job.device
@@ -233,13 +188,11 @@ class _Exchange:
         exchange.verify()
         return exchange
 
-    def run(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Post both, call ``meanwhile``, wait for both."""
+    def run(self) -> None:
+        """Post both, and wait for both."""
         posted = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, self.given, self.peer), dist.P2POp(dist.irecv, self.taken, self.peer)]
         )
-        if meanwhile:
-            meanwhile()
         for work in posted:
             work.wait()
 
@@ -250,15 +203,3 @@ class _Exchange:
 
     def _from(self, source: int) -> Tensor:
         return sent(source, self.given.numel(), DTYPES["uint8"], self.given.device)
-
-
-def _products(device: torch.device) -> Callable[[int], None]:
-    """Return a function that multiplies matrices on a device a number of times."""
-    side = _SIDE[device.type]
-    left, right, product = (torch.ones(side, side, device=device) for _ in range(3))
-
-    def multiply(times: int) -> None:
-        for _ in range(times):
-            torch.mm(left, right, out=product)
-
-    return multiply

@@ -26,7 +26,7 @@ def test_errors_have_the_deviation_that_is_said(name):
     assert math.sqrt(float((errors**2).mean())) == pytest.approx(ERROR, rel=0.02)
 
 
-def test_made_runs_differ_by_layout_and_drift_and_a_past_has_their_noise():
+def test_made_runs_differ_by_layout_and_drift():
     samples = sweep(RANDOM(1), LAYOUTS, 400, none)
     found = variation.noise(samples)
     assert found.unpaired.deviation == pytest.approx(DRIFT, rel=0.2)
@@ -34,11 +34,6 @@ def test_made_runs_differ_by_layout_and_drift_and_a_past_has_their_noise():
     assert found.paired.deviation == pytest.approx(DRIFT * math.sqrt(1 - math.exp(-4 / 3 / MEMORY)), rel=0.1)
     means = [variation.geometric_mean(sample) for sample in samples]
     assert [mean / means[0] for mean in means] == pytest.approx(LAYOUTS, rel=0.01)
-    found, quiet = (ranks_truth.past(RANDOM(2), ERRORS["normal"], scale) for scale in (1.0, 0.1))
-    assert (found.paired.freedom, found.unpaired.freedom) == (3 * 4, 3 * 6)
-    assert ranks_truth.is_told_apart([{"a": 1.0}, {"b": 9.0}], found)
-    assert not ranks_truth.is_told_apart([{"a": 1.0}, {"b": 9.0}], None)
-    assert quiet.paired.deviation < found.paired.deviation / 5  # what is left is drift
 
 
 @pytest.mark.parametrize(("seen", "is_met"), [(5, True), (9, True), (20, False)])

@@ -17,7 +17,6 @@ from ptdbench.checkpoints.state import TrainingState
 from ptdbench.data.synthetic import SyntheticTokens, SyntheticVectors
 from ptdbench.models.gpt import GPT
 from ptdbench.models.toy import Toy
-from ptdbench.optim.averaging import WeightAverage
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.strategy import Strategy
@@ -233,12 +232,6 @@ def refusals(folder: Path) -> list[str]:
     others: list[dict[str, Any]] = [{"width": 20}, {"layers": 5}, {"layers": 3}, {"tie_weights": False}]
     told = [refusal(Run("pdp", "gpt", "adamw", **changes)) for changes in others]
     told.append(refusal(Run("pdp", "gpt", "momentum")))
-    averaged = Run("pdp", "gpt", "adamw")
-    WeightAverage(averaged.loop.update.optimizer, 0.9)
-    told.append(refusal(averaged))
-    saver.save(STEPS, averaged.tensors(), {}, {})
-    saver.wait()
-    told.append(refusal(run))
     saver.close()
     return told
 
@@ -247,7 +240,7 @@ def refusals(folder: Path) -> list[str]:
 def test_other_model_is_refused_with_the_difference(tmp_path):
     first, second = on_ranks(2, refusals, tmp_path)
     assert first == second
-    wider, deeper, shallower, untied, other_optimizer, without_averages, with_averages = first
+    wider, deeper, shallower, untied, other_optimizer = first
     assert wider.startswith(f"resume={tmp_path}/checkpoints/step-00000003: is of another model or optimizer: ")
     assert "is [18] float32 there and [20] float32 here; " in wider
     assert wider.count(" there and ") == 3
@@ -256,11 +249,6 @@ def test_other_model_is_refused_with_the_difference(tmp_path):
     assert "is [18] float32 there and missing here" in shallower
     assert "model.head.projection.weight is missing there and [44, 18] float32 here" in untied
     assert "exp_avg is [18] float32 there and missing here" in other_optimizer
-    path = f"resume={tmp_path}/checkpoints/step-00000003"
-    assert without_averages == f"{path}: has no averages of the weights, which this run needs; try train.ema=null"
-    assert (
-        with_averages == f"{path}: has averages of the weights, which this run does not keep; resume with its train.ema"
-    )
 
 
 @pytest.mark.parametrize("owned", [{"first", "second"}, {"first"}, {"second"}])
@@ -272,7 +260,6 @@ def test_tied_copies_on_one_rank_are_both_restored(tmp_path, owned):
         optimizer = torch.optim.AdamW(copies.parameters())
         for name in copies.keys() - owned:
             optimizer.register_step_pre_hook(lambda *_, name=name: setattr(copies[name], "grad", None))
-        WeightAverage(optimizer, 0.9)
         return copies, optimizer, TrainingState(copies, optimizer, [("first", "second")], 0)
 
     with pretended(1):
@@ -361,10 +348,10 @@ def test_batch_norm_statistics_are_not_steady():
     module(torch.ones(3, 2)).sum().backward()
     optimizer.step()
     state = TrainingState(module, optimizer, [], 0)
-    tensors = state.collect(with_buffers=True, local={"powersgd": torch.ones(2)})
+    tensors = state.collect(with_buffers=True, local={"buffer.mask": torch.ones(2)})
     steady = state.steady(tensors)
     assert {name for name in tensors if name not in steady} == {
-        "model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "rng.cpu.0", "own.0.powersgd"
+        "model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "rng.cpu.0", "own.0.buffer.mask"
     }  # fmt: skip
     assert {"model.1.weight", "optimizer.1.weight.momentum_buffer"} <= steady
 

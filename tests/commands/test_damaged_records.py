@@ -24,11 +24,8 @@ WHOLE = DDP.written | {
         "moments": ["backward", "forward"],
     },
     "hardware": {
-        "cpu": {"joules_per_sample": 1.0},
-        "clocks": [
-            dict.fromkeys(("sm_clock_mhz", "sm_clock_least_mhz", "sm_clock_most_mhz", "clock_reasons"))
-            | {"rank": 0, "held_back": {"power limit": 0.1}}
-        ],
+        "gpu": {"joules_per_sample": 1.0},
+        "clocks": [{"rank": 0, "held_back": {"power limit": 0.1}}],
     },
     "evaluations": [
         {"step": 3, "loss": 2.0, "top1": 0.5, "top5": 0.5, "bits_per_byte": None, "samples": 8, "seconds": 1.0}

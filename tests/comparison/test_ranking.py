@@ -8,7 +8,7 @@ from scipy import stats
 
 from ptdbench.comparison import ranking, significance
 from ptdbench.comparison.alternatives import group
-from ptdbench.comparison.variation import Noise, Pool, Spread
+from ptdbench.comparison.variation import Pool
 from tests.report.made import failed, repeated, run
 
 #: Three rates that differ by about one per cent, in an order that differs from one block to the next.
@@ -20,18 +20,13 @@ def scaled(factor, rates=STEADY, jitter=0.001):
     return [factor * rate * (1 + sign * jitter) for rate, sign in zip(rates, (1, -1, 0, 1, -1), strict=False)]
 
 
-def ranked(*alternatives, earlier=None):
-    return ranking.rank(group(one for runs in alternatives for one in runs), earlier)
+def ranked(*alternatives):
+    return ranking.rank(group(one for runs in alternatives for one in runs))
 
 
 def answer(standings):
     """The sentence on the places, each called by how it is parallelized."""
     return ranking.answer([(one.alternative.median_run.parallel, one) for one in standings.places], "tokens")
-
-
-def past(deviation, freedom=8):
-    spread = Spread(deviation**2 * freedom, freedom)
-    return Noise(spread, spread)
 
 
 def test_ranks_differ_or_are_shared():
@@ -93,16 +88,12 @@ def test_one_alternative_and_single_runs_of_an_unknown_machine_have_no_order():
     assert answer(standings) == "No layout is shown to be faster than another: one run each; repeat=5 ranks them"
 
 
-@pytest.mark.parametrize("earlier", [None, past(1e-4), past(9.0)])
-def test_two_runs_each_have_the_order_that_they_show_themselves(earlier):
+def test_two_runs_each_have_the_order_that_they_show_themselves():
     """By Student's t with one degree of freedom: 0.5 % seems to be a difference in one of twenty cases."""
     for share, rank in ((0.9, (1, 2)), (1.1, (1, 1))):
         factor = math.exp(-share * 0.001 * stats.t.ppf(0.975, 1))
-        standings = ranked(
-            repeated("ddp", [1000.0] * 2), repeated("fsdp", scaled(factor, [1000.0] * 2)), earlier=earlier
-        )
+        standings = ranked(repeated("ddp", [1000.0] * 2), repeated("fsdp", scaled(factor, [1000.0] * 2)))
         assert standings.places[0].rank == rank
-        assert "earlier" not in ranking.remark(standings)
 
 
 def test_an_order_behind_a_single_run_is_known():
@@ -112,27 +103,11 @@ def test_an_order_behind_a_single_run_is_known():
     assert ranking.remark(standings) == f"ranks: simultaneous 95% confidence; {each}; single runs: no rank"
 
 
-def test_few_runs_are_ranked_by_what_is_known_of_the_machine():
-    error, freedom = 0.01 * math.sqrt(2), 4.0  # eight degrees of freedom of eight at most
-    within, among = (math.exp(error * stats.t.ppf(1 - 0.05 / (2 * pairs), freedom)) for pairs in (1, 3))
-    rates = {"a": 1000.0, "b": 1000 / within**0.9, "c": 1000 / among**1.8}
-    standings = ranked(*([run(name, rate)] for name, rate in rates.items()), earlier=past(0.01))
-    assert [place.rank for place in standings.places] == [(1, 2), (1, 2), (3, 3)]
-    assert standings.is_known
-    resolution = (
-        r"with one run each, differences of 1\.\d+x .*; ranked by the run-to-run variation of earlier sweeps, 1\.0%"
-    )
-    assert re.fullmatch(f"ranks: simultaneous 95% confidence; {resolution}", ranking.remark(standings))
-
-
 def test_where_some_have_too_few_runs_the_others_keep_their_order():
     runs = repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), repeated("pdp", scaled(0.5)[:1])
     standings = ranked(*runs)
     assert [place.rank for place in standings.places] == [(1, 2), (2, 3), (1, 3)]
     assert re.search("; with 1 to 3 runs each, .*; single runs: no rank$", ranking.remark(standings))
-    known = ranked(*runs, earlier=past(0.01))
-    assert [place.rank for place in known.places] == [(1, 1), (2, 2), (3, 3)]
-    assert ranking.remark(known).endswith("; single runs: ranked by the variation of the others")
 
 
 def test_looking_several_times_makes_the_level_smaller_and_intervals_wider():
@@ -172,11 +147,6 @@ def test_what_is_hardly_known_at_all_is_said_without_figures():
     standings = ranked(repeated("ddp", wild), repeated("fsdp", wild[::-1]))
     assert ranking.remark(standings).endswith("; with 3 runs each, not even 2x is detected (90% power)")
     assert answer(standings).endswith(": with 3 runs each, not even 2x is detected (90% power)")
-    single = ranked(*([one] for one in single_runs(2)), earlier=past(3.0))
-    assert ranking.remark(single).endswith(
-        "(90% power); ranked by the run-to-run variation of earlier sweeps, 2x and more"
-    )
-    assert ranking.remark(ranked(*([one] for one in single_runs(2)), earlier=past(1e150)))
 
 
 def single_runs(count):
@@ -190,5 +160,19 @@ def test_a_thousand_single_runs_are_not_compared_two_by_two(monkeypatch):
     monkeypatch.setattr(significance, "combinations", lambda places, size: never() if len(places) > 1 else [])
     standings = ranking.rank(group(single_runs(1000)))
     assert {place.rank for place in standings.places} == {(1, 1000)}
+    runs = [*repeated("ddp", STEADY), *repeated("fsdp", STEADY)]
     with pytest.raises(AssertionError):
-        ranking.rank(group(single_runs(3)), past(0.01))
+        ranking.rank(group(runs))
+
+
+def test_pairs_of_each_model_are_judged_together():
+    groups = group(
+        one for model in ("gpt_tiny", "toy") for name, factor in (("ddp", 1.0), ("fsdp", 0.9), ("pdp", 0.8))
+        for one in repeated(name, scaled(factor), model=model)
+    )  # fmt: skip
+    pairs = [(groups[0], groups[1]), (groups[3], groups[4])]
+    pools = [Pool([one.sample for one in pair]) for pair in pairs]
+    expected = [pool.difference(one.sample, other.sample) for pool, (one, other) in zip(pools, pairs, strict=True)]
+    assert ranking.differences(pairs) == expected
+    few = group([*repeated("ddp", STEADY[:2]), *repeated("fsdp", STEADY[:2])])
+    assert ranking.differences([(few[0], few[1])]) == [None]

@@ -25,8 +25,8 @@ def logs(one: Sample) -> list[float]:
     return [math.log(value) for value in one.values()]
 
 
-def between(one: Sample, other: Sample, *more: Sample, earlier: Noise | None = None):
-    return Pool([one, other, *more], earlier).difference(one, other)
+def between(one: Sample, other: Sample, *more: Sample):
+    return Pool([one, other, *more]).difference(one, other)
 
 
 def squares_about_means(table: np.ndarray) -> float:
@@ -71,23 +71,13 @@ def test_blocks_that_one_lacks_do_not_count_and_with_hardly_any_the_means_do():
     del one[5], other[0]
     assert between(one, other) == pytest.approx(known)
     # Of five blocks, because others failed: two in common are few, but enough where they are all.
-    random, earlier = RANDOM(7), Noise(Spread(0.01, 8), Spread(0.01, 8))
+    random = RANDOM(7)
     rates = sample(random, 8)
     one, other = {block: rates[block] for block in range(5)}, {block: rates[block] for block in range(3, 8)}
     common = {block: other[block] for block in (3, 4)}
     assert not between(one, other).is_paired
-    assert not between(one, common, earlier=earlier).is_paired
-    assert between({block: one[block] for block in common}, common, earlier=earlier).is_paired
-
-
-@pytest.mark.parametrize("block", [0, "other"])
-@pytest.mark.parametrize("deviation", [0.01, 0.5])
-def test_a_single_run_is_judged_by_those_of_the_other_side_whatever_the_past(block, deviation):
-    wild, past = sample(RANDOM(3), 5, 0.3), Spread(deviation**2 * 8, 8)
-    difference = between(wild, {block: 1.0}, earlier=Noise(past, past))
-    assert difference.mean == pytest.approx(np.mean(logs(wild)))
-    assert difference.error == pytest.approx(np.std(logs(wild), ddof=1) * math.sqrt(1 + 1 / 5))
-    assert difference.freedom == pytest.approx(4 * PRIOR_FREEDOM / (PRIOR_FREEDOM + 4))
+    assert not between(one, common).is_paired
+    assert between({block: one[block] for block in common}, common).is_paired
 
 
 def test_the_noise_within_blocks_is_the_residual_of_the_two_way_layout():
@@ -132,18 +122,6 @@ def test_others_of_the_sweep_are_a_prior_of_the_pair():
     assert difference.freedom == pytest.approx(freedom)
 
 
-def test_earlier_sweeps_judge_single_runs_and_those_alone():
-    """Of quieter days they would show differences where there are none, and of noisier ones hide them."""
-    earlier = Noise(Spread(0.2, 12), Spread(0.8, 12))
-    freedom = PRIOR_FREEDOM * 12 / (PRIOR_FREEDOM + 12)
-    apart = between({"a": 1.1}, {"b": 1.0}, earlier=earlier)
-    expected = (pytest.approx(math.log(1.1)), pytest.approx(math.sqrt(0.8 / 12 * 2)), pytest.approx(freedom))
-    assert apart == (*expected, 1, False)
-    random = RANDOM(1)
-    for pair in (LAYOUTS[:2], [sample(random, 2), sample(random, 2)], [sample(random, 8, own=side) for side in "ab"]):
-        assert between(*pair, earlier=earlier) == between(*pair)
-
-
 def test_others_and_a_prior_are_worth_no_more_than_their_limit():
     """Three runs that are alike by chance must not look like those of a quiet configuration."""
     random = RANDOM(2)
@@ -151,24 +129,22 @@ def test_others_and_a_prior_are_worth_no_more_than_their_limit():
     freedoms = between(one, other, *others).freedom, Pool([one, *others]).mean_error(one)[1]
     assert all(2 + 3 < freedom < 2 + 2 * 2 for freedom in freedoms)
     for freedom in (1, 8, 1e9):
-        prior = Spread(0.04 * freedom, freedom).as_prior()
-        assert prior.deviation == pytest.approx(0.2)
-        assert prior.freedom == pytest.approx(1 / (1 / freedom + 1 / PRIOR_FREEDOM))
         beside = Spread(0.04 * freedom, freedom).as_prior(Spread(0.1, 2))
-        assert beside.freedom == pytest.approx(min(prior.freedom, 1 / (1 / (2 * 2) + 3 / (2 * freedom))))
-    assert Spread().as_prior() == Spread()
+        assert beside.deviation == pytest.approx(0.2)
+        assert beside.freedom == pytest.approx(
+            min(1 / (1 / freedom + 1 / PRIOR_FREEDOM), 1 / (1 / (2 * 2) + 3 / (2 * freedom)))
+        )
+    assert Spread().as_prior(Spread(0.1, 2)) == Spread()
 
 
-def test_single_runs_say_nothing_but_with_a_past():
-    random, earlier = RANDOM(0), Noise(Spread(0.01, 8), Spread(0.01, 8))
+def test_single_runs_say_nothing():
+    random = RANDOM(0)
     pairs = [
         (sample(random, 1), sample(random, 50, own="other")),
         (sample(random, 1), sample(random, 1, own="other")),
+        ({}, sample(random, 5)),
     ]
-    assert [between(*pair) for pair in pairs] == [None] * 2
-    assert all(between(*pair, earlier=earlier) for pair in pairs)
-    empty = ({}, sample(random, 5))
-    assert between(*empty) is between(*empty, earlier=earlier) is None
+    assert [between(*pair) for pair in pairs] == [None] * 3
 
 
 def test_the_error_of_a_mean_takes_in_all_runs_of_the_sweep():

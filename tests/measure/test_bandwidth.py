@@ -78,7 +78,7 @@ def fitted(operation: str, dtype: str = "fp32", calls: float = 2, size: float = 
 
 def test_calls_and_bytes_take_alpha_and_beta_up_to_the_size_that_was_fitted():
     assert fitted("all_gather") is None
-    bandwidth.keep_fits(KEY, {"all_gather fp32 blocking": LINE})
+    bandwidth.keep_fits(KEY, {"all_gather fp32": LINE})
     assert fitted("all_gather", calls=2, size=1e6) == pytest.approx(2e-3 + 1e-3)
     assert fitted("all_to_all") is None
     assert fitted("all_gather", calls=3, size=3 * 2**20) is not None
@@ -87,15 +87,15 @@ def test_calls_and_bytes_take_alpha_and_beta_up_to_the_size_that_was_fitted():
 
 
 def test_sums_are_of_one_dtype_and_copies_of_any():
-    lines = {"all_reduce bf16 max async": LINE, "all_gather fp32 async": LINE, "all_reduce fp32 sum async": LINE}
-    bandwidth.keep_fits(KEY, {"all_reduce fp32 sum blocking": SLOWER, **lines})
+    lines = {"all_reduce bf16 max": LINE, "all_gather fp32": LINE, "all_reduce fp32 sum": LINE}
+    bandwidth.keep_fits(KEY, {"all_reduce fp32 sum": SLOWER, **lines})
     assert fitted("all_reduce", calls=1, size=1e6) == pytest.approx(2e-3)  # asynchronous, as in training
     assert fitted("all_reduce", "bf16") is None
     assert fitted("all_gather", "bf16") is not None
 
 
 def test_any_difference_makes_it_another(monkeypatch):
-    bandwidth.keep_fits(KEY, {"all_gather fp32 async": LINE})
+    bandwidth.keep_fits(KEY, {"all_gather fp32": LINE})
     ranks = ([peer(0)], [peer(0), peer(1, host="b")], [peer(0), peer(1, device="cuda:0 H200")])
     others = [bandwidth.fits_key("nccl", [peer(0), peer(1)]), *(bandwidth.fits_key("gloo", of) for of in ranks)]
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
@@ -105,18 +105,18 @@ def test_any_difference_makes_it_another(monkeypatch):
 
 
 def test_the_newest_line_counts_unless_no_time_follows_it_or_its_sizes_are_smaller_and_other_series_stay():
-    bandwidth.keep_fits(KEY, {"all_gather fp32 async": SLOWER, "broadcast fp32 async": LINE})
-    bandwidth.keep_fits(KEY, {"all_gather fp32 async": LINE})
+    bandwidth.keep_fits(KEY, {"all_gather fp32": SLOWER, "broadcast fp32": LINE})
+    bandwidth.keep_fits(KEY, {"all_gather fp32": LINE})
     for worse in ({"alpha": -1e-3}, {"beta": -1e-9}, {"beta": 0.0}, {"largest": 2**10}):
-        bandwidth.keep_fits(KEY, {"all_gather fp32 async": replace(SLOWER, **worse)})
+        bandwidth.keep_fits(KEY, {"all_gather fp32": replace(SLOWER, **worse)})
         assert fitted("all_gather", calls=1, size=1e6) == fitted("broadcast", calls=1, size=1e6) == pytest.approx(2e-3)
 
 
 @pytest.mark.parametrize("line", [{}, None, [1], {**asdict(LINE), "beta": "fast"}])
 def test_a_line_that_is_damaged_is_none(line):
-    path = bandwidth.keep_fits(KEY, {"broadcast fp32 async": LINE})
+    path = bandwidth.keep_fits(KEY, {"broadcast fp32": LINE})
     kept = json.loads(path.read_text())
-    path.write_text(json.dumps({**kept, "lines": {**kept["lines"], "all_gather fp32 async": line}}))
+    path.write_text(json.dumps({**kept, "lines": {**kept["lines"], "all_gather fp32": line}}))
     assert fitted("all_gather") is None
     assert fitted("broadcast") is not None
     path.write_text(json.dumps({**kept, "lines": line}))

@@ -45,7 +45,6 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "zero1 of two stages a rank": (
         Strategy(replicate="auto", pipeline=2, schedule="looped_bfs", microbatches=2, optimizer="zero1"), {}
     ),
-    "powersgd": (Strategy(replicate="auto", gradients="powersgd"), {}),
     "fsdp": (Strategy(shard="auto"), {"micro_batch": 1}),
     "fsdp by muon": (Strategy(shard="auto"), {"muon": True}),
     "ddp by muon": (Strategy(replicate="auto"), {"muon": True}),
@@ -110,7 +109,6 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
 
 #: What has no exact formula.
 UNKNOWN = {
-    "powersgd": {"all_reduce"},
     "stages of two layers in shards": {"all_gather"},
     "tensor by muon": {"all_gather"},
     "context by torch": {"all_to_all", "all_gather"},
@@ -189,7 +187,7 @@ def of_case(name: str) -> Seen:
     sent = Counter[str]()
     for call in calls_of(step):
         sent[call.operation] += call.bytes
-    stages = footprints(model, make, strategy, layout.dims, average=False, precision=precision, kernels=kernels)
+    stages = footprints(model, make, strategy, layout.dims, precision=precision, kernels=kernels)
     foreseen = stages[layout.dims.stage(dist.get_rank())]
     return Seen(
         comm_bytes(CommModel(
@@ -204,10 +202,9 @@ def held(engine: Engine, optimizer: torch.optim.Optimizer) -> StateBytes:
     weights = list(engine.module.parameters())
     copies = [copy for part in engine.parts if part.copies for copy in part.copies.tensors]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    not_sent = [tensor for name, tensor in engine.own_state().items() if "error" in name]
     return StateBytes(
         storage([*weights, *engine.module.buffers(), *copies]),
-        storage([*gradients, *not_sent]),
+        storage(gradients),
         storage([value for values in optimizer.state.values() for value in values.values()]),
     )
 
@@ -227,7 +224,7 @@ over_cases = cases(
     "name",
     CASES,
     daily=[
-        "ddp in bf16", "images in shards", "zero1", "zero1 of two stages a rank", "powersgd",
+        "ddp in bf16", "images in shards", "zero1", "zero1 of two stages a rank",
         "fsdp by muon", "hsdp", "pdp by muon", "stages with a frozen weight in common", "tensor and shards",
         "tensor and stages", "context and shards", "ring and tensor", "llama in bf16", "experts chosen in replicas",
         "fsdp by torch",

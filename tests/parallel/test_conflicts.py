@@ -24,11 +24,9 @@ PDP = {**DDP, "pipeline": "auto"}
 INTERLEAVED = {**PDP, "schedule": "interleaved1f1b"}
 RING = {**DDP, "context": 2, "context_method": "ring"}
 ASYNC = {"tensor": 2, "replicate": "auto", "sequence": True, "async_tensor": True}
-POWERSGD = {**DDP, "gradients": "powersgd"}
 STAGES_IN_SHARDS = {"shard": 4, "pipeline": 2}
 NO_EFFECT = "has no effect under these degrees of parallelism; it belongs to parallel"
 AT_LEAST_1 = "must be a whole number of at least 1"
-WITHOUT_POWERSGD = "has no effect without parallel.gradients=powersgd; omit it"
 _1F1B = "parallel.schedule=interleaved1f1b"
 
 
@@ -60,13 +58,6 @@ def split(*values: Any) -> Any:
         ({"shard": 4}, "optimizer", "zero1", f"{NO_EFFECT}=ddp,pdp"),
         *((degrees, "sync_batchnorm", True, f"{NO_EFFECT}=ddp,pdp,fsdp,hsdp")
           for degrees in ({}, {"pipeline": 2}, {"tensor": 2}, {"context": 2})),
-        ({"shard": 4}, "gradients", "powersgd", "needs unsharded gradients, …; try auto, bf16, or parallel=ddp"),
-        *(({degree: 2, other: 2}, "powersgd_rank", 2, f"{NO_EFFECT}=ddp,pdp")
-          for degree, other in (("replicate", "shard"), ("pipeline", "tensor"), ("pipeline", "pipeline"))),
-        *(({degree: 2}, "powersgd_rank", 3, WITHOUT_POWERSGD) for degree in ("replicate", "context")),
-        ({**DDP, "gradients": "bf16"}, "powersgd_start", 5, WITHOUT_POWERSGD),
-        (POWERSGD, "powersgd_start", 1, "must be a whole number of at least 2"),
-        (POWERSGD, "powersgd_rank", 0, AT_LEAST_1),
         ({"tensor": 2}, "async_tensor", True, "… sequence parallelism; try false, or parallel.sequence=true"),
         ({"replicate": 4}, "prefetch", 2, f"{NO_EFFECT}=fsdp,hsdp"),
         ({"shard": 4}, "prefetch", 0, AT_LEAST_1),
@@ -92,8 +83,7 @@ def test_options_are_accepted_iff_effective():
             strategy = Strategy(**dims.degrees())
             assert accepts(dims, prefetch=2) is (strategy.shards(dims) and dims.shards > 1), dims
             assert accepts(dims, sync_batchnorm=True) is (dims.batch > 1), dims
-            for options in ({"bucket_mb": 5}, {"gradients": "powersgd"}):
-                assert accepts(dims, **options) is strategy.replicates(dims), dims
+            assert accepts(dims, bucket_mb=5) is strategy.replicates(dims), dims
 
 
 def accepts(dims: Dims, **options: Any) -> bool:
@@ -159,7 +149,6 @@ UNSHARDED = {
         *(split({**PDP, "schedule": schedule}, "activations", Selective(), f"activations=selective: … {schedule} "
                 f"runs two; try recompute, keep, or {_1F1B}")
           for schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")),
-        (POWERSGD, "precision", "fp16", "parallel.gradients=powersgd: … loss scaling: …; try auto, or precision=bf16"),
         *(({"tensor": "auto"}, "precision", value, f"precision={value}: does not support tensor …; try bf16")
           for value in ("fp8", "fp8_tensorwise")),
         ({**FSDP, "reshard_after_forward": 2}, "precision", "fp8_tensorwise",
@@ -191,7 +180,7 @@ def test_other_options_refused(options, name, value, message):
         (RING, "compile", "layers"), (FSDP, "compile", "layers"), (INTERLEAVED, "compile", "layers"),
         *((options, "compile", "whole") for options in ({}, DDP, PDP)),
         *((options, "activations", Selective()) for options in (DDP, PDP)), (PDP, "offload", "none"),
-        split({**PDP, "schedule": "zbv"}, "activations", Recompute()), (POWERSGD, "precision", "bf16"),
+        split({**PDP, "schedule": "zbv"}, "activations", Recompute()),
         ({**FSDP, "reshard_after_forward": 2}, "precision", "fp8"), (FSDP, "precision", "fp8_tensorwise"),
         ({**DDP, "gradients": "fp16"}, "precision", "fp16"), (FSDP, "offload", "optimizer_and_weights"),
         ({"context": 2, "tensor": 2}, "offload", "optimizer_and_weights"),

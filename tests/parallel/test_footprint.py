@@ -23,12 +23,10 @@ def uneven() -> GPT:
     return gpt(heads=2, width=14, sequence_length=6, vocabulary=42)
 
 
-def test_an_average_is_another_copy_that_replicas_divide():
-    (plain,), (more,) = (footprints(uneven(), ADAMW, average=average) for average in (False, True))
-    assert more == StateBytes(plain.weights, plain.gradients, plain.optimizer + plain.weights)
+def test_replicas_divide_the_state():
     strategy = Strategy(replicate="auto", optimizer="zero1")
     (whole,), (divided,) = (
-        footprints(uneven(), ADAMW, options, strategy.dims(4), average=True) for options in (Strategy(), strategy)
+        footprints(uneven(), ADAMW, options, strategy.dims(4)) for options in (Strategy(), strategy)
     )
     assert whole.optimizer / 4 < divided.optimizer < whole.optimizer / 3
 
@@ -36,13 +34,13 @@ def test_an_average_is_another_copy_that_replicas_divide():
 @pytest.mark.parametrize(("in_buckets", "copies"), [(True, 1), (False, 2)])
 def test_gradients_without_bucket_views_count_twice(in_buckets, copies):
     strategy = Strategy(replicate="auto", gradient_as_bucket_view=in_buckets)
-    (footprint,) = footprints(uneven(), ADAMW, strategy, strategy.dims(4), average=False)
+    (footprint,) = footprints(uneven(), ADAMW, strategy, strategy.dims(4))
     assert footprint.gradients == copies * footprint.weights
 
 
 def test_only_fused_kernels_keep_narrow_copies():
     (wide,), (fused,), (plain,) = (
-        footprints(uneven(), ADAMW, average=False, precision=precision, kernels=kernels)
+        footprints(uneven(), ADAMW, precision=precision, kernels=kernels)
         for precision, kernels in (("fp32", "fused"), ("bf16", "fused"), ("bf16", "torch"))
     )
     assert plain == wide
@@ -53,7 +51,7 @@ def test_footprint_of_a_users_stages():
     """Its parts are pieces, which hold none themselves."""
     module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
     model = adapt(module, lambda: (torch.empty(1, 6, device="meta"), torch.empty(1, 4, device="meta")))
-    stages = footprints(model, ADAMW, Strategy(pipeline=2), Dims(pipeline=2), average=False)
+    stages = footprints(model, ADAMW, Strategy(pipeline=2), Dims(pipeline=2))
     assert [stage.weights for stage in stages] == [stage.gradients for stage in stages] == [4 * 7 * 8, 4 * 9 * 4]
 
 
@@ -63,9 +61,9 @@ def test_what_cannot_be_foreseen_is_refused_and_a_trillion_allocates_nothing():
             return self.param_groups[0]["params"][0].sum().item()
 
     with pytest.raises(ConfigError, match="optimizer=Reader: its memory cannot be predicted, as its step fails"):
-        footprints(uneven(), Reader, average=False)
+        footprints(uneven(), Reader)
     model = on_meta(nn.Linear, in_features=10**6, out_features=10**6, bias=False)
-    (footprint,) = footprints(model, ADAMW, Strategy(shard=8), Dims(shard=8), average=False)
+    (footprint,) = footprints(model, ADAMW, Strategy(shard=8), Dims(shard=8))
     assert footprint == StateBytes(5 * 10**11, 5 * 10**11, 10**12 + 4)
 
 
@@ -73,7 +71,6 @@ def test_torch_pins_powers_of_two():
     """As ``tests/virtual/one_rank.py`` finds; the optimizer's state is not pinned."""
     model = on_meta(nn.Linear, in_features=1600, out_features=1600, bias=False)
     (plain,), (pinned,) = (
-        footprints(model, ADAMW, Strategy(shard=2), Dims(shard=2), average=False, pinned=is_pinned)
-        for is_pinned in (False, True)
+        footprints(model, ADAMW, Strategy(shard=2), Dims(shard=2), pinned=is_pinned) for is_pinned in (False, True)
     )
     assert pinned == StateBytes(8 << 20, 8 << 20, plain.optimizer)

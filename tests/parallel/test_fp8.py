@@ -138,11 +138,7 @@ def in_rank(folder):
     loop = loop_of("fp8_tensorwise")
     losses, saver, module = train(loop), Saver(folder, keep=1), loop.engine.module
     tied, rank = model().tied(), dist.get_rank()
-    state_of_average = loop.update.optimizer.state[module.get_parameter(WEIGHTS[0])]
-    state_of_average["average"] = module.get_parameter(WEIGHTS[0]).detach().clone()  # wrapped, too
     saved = TrainingState(module, loop.update.optimizer, tied, rank).collect(with_buffers=True)
-    average = saved.pop(f"optimizer.{WEIGHTS[0]}.average")
-    del state_of_average["average"]
     saver.save(4, saved, {}, {})
     saver.wait()
     weights = [gathered(module, name) for name in WEIGHTS]  # after an update: not by the scales of the step
@@ -159,7 +155,7 @@ def in_rank(folder):
     fp8.is_gathered = lambda *_, **__: False
     return {
         "fp8": losses, "gathered in bf16": train(loop_of("fp8_tensorwise")), "weights": weights,
-        "problems": saver.problems, "saved": {type(local_part(tensor)) for tensor in [*saved.values(), average]},
+        "problems": saver.problems, "saved": {type(local_part(tensor)) for tensor in saved.values()},
         "going on": going_on, "resumed": resumed,
     }  # fmt: skip
 

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from ptdbench.checkpoints import checkpoint_dir
-from ptdbench.checkpoints.saver import Saver
-from ptdbench.checkpoints.state import TrainingState
 from ptdbench.models.gpt import GPT
 from ptdbench.optim.schedules import OneCycle
 from ptdbench.parallel.batch import BatchPlan
@@ -28,7 +24,7 @@ from tests.workloads.made_loop import step_loop
 pytestmark = pytest.mark.ranks
 
 RANKS, BATCH, STEPS = 4, 16, 6
-TRAIN = {"clip_norm": 0.2, "ema": 0.9, "steps": STEPS}
+TRAIN = {"clip_norm": 0.2, "steps": STEPS}
 
 
 class Lever:
@@ -65,15 +61,7 @@ EXACT = {
 #: They do: by how much of the loss at most, and at least.
 INEXACT = {
     "bf16, zero1": (1e-3, 1e-6, Lever(replicate="auto", gradients="bf16", optimizer="zero1")),
-    "powersgd": (3e-2, 1e-4, Lever(replicate="auto", gradients="powersgd")),
-    "powersgd, small buckets": (3e-2, 1e-4, Lever(replicate="auto", gradients="powersgd", bucket_mb=0.001,
-                                                  static_graph=False)),
-    "powersgd of rank 4, accumulated": (3e-2, 1e-4, Lever(replicate="auto", gradients="powersgd", powersgd_rank=4,
-                                                          micro_batch=1, optimizer="zero1")),
-    "powersgd, stages": (3e-2, 1e-4, Lever(replicate="auto", pipeline=2, microbatches=2, micro_batch=2,
-                                           gradients="powersgd")),
 }  # fmt: skip
-POWERSGD = [name for name in INEXACT if "powersgd" in name]
 LEVERS = EXACT | {name: lever for name, (*_, lever) in INEXACT.items()}
 
 
@@ -101,17 +89,11 @@ def train(loop: StepLoop, steps: int = STEPS) -> list[float]:
     return [loss.item() for loss in loop.losses[before:]]
 
 
-def averaged(loop: StepLoop) -> dict[str, torch.Tensor]:
-    with torch.no_grad(), loop.update.averaged():
-        return {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
-
-
 def in_rank(folder: Path, names: set[str]) -> dict[str, Any]:
     """What each lever of these names trains, and what the one process does that it is held against."""
     plain = with_weights(uneven())
     reference = loop_of(Accumulating(LaidOutModule(plain, plain), BATCH), BatchPlan(Dims(), BATCH, BATCH), 0)
     seen = {"one process": outcome(reference)} | {name: outcome(loop_under(LEVERS[name])) for name in sorted(names)}
-    seen["resumed"] = {name: resumed(folder / name, LEVERS[name]) for name in POWERSGD if name in names}
     return seen
 
 
@@ -120,41 +102,10 @@ def outcome(loop: StepLoop) -> dict[str, Any]:
     weights = {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
     outcomes = {
         "losses": losses, "owns_loss": loop.engine.owns_loss, "norms": [float(n) for n in loop.update.gradient_norms],
-        "averaged": averaged(loop), "state": sum(len(values) > 0 for values in loop.update.optimizer.state.values()),
+        "state": sum(len(values) > 0 for values in loop.update.optimizer.state.values()),
     }  # fmt: skip
     assert all(torch.equal(weights[name], whole(weight)) for name, weight in loop.engine.module.named_parameters())
     return outcomes | {"weights": weights}
-
-
-def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[float]]:
-    """Losses after a save: of the run that goes on, of one that resumes, and of one that has lost the errors."""
-
-    def state_of(loop: StepLoop) -> TrainingState:
-        return TrainingState(loop.engine.module, loop.update.optimizer, uneven().tied(), dist.get_rank())
-
-    saver, loop = Saver(folder, keep=1), loop_under(lever)
-    loop.rehearse()
-    train(loop, 3)
-    state = loop.engine.own_state()
-    assert any("error" in name for name in state)
-    saver.save(3, state_of(loop).collect(with_buffers=True, local=state), {}, {})
-    losses = [train(loop, 3)]
-    saver.wait()
-    assert saver.problems == []
-    for keeps in (True, False):
-        other = loop_under(lever, seed=1)
-        path = checkpoint_dir.newest(folder).checkpoint.path
-        own = state_of(other).restore(path, same_layout=True, group=saver.group)
-        other.engine.load_own_state(own if keeps else {})
-        other.first_step = 3
-        other.rehearse()
-        losses.append(train(other, 3))
-    other = loop_under(Lever(replicate="auto", gradients="powersgd", powersgd_rank=3))
-    other.engine.load_own_state(state)
-    other.rehearse()
-    assert not any("error" in name for name in other.engine.own_state())  # other matrices: it begins anew
-    saver.close()
-    return losses[0], losses[1], losses[2]
 
 
 @pytest.fixture(scope="module")
@@ -188,21 +139,19 @@ def test_exact_levers_follow_one_process(of_ranks, name):
     assert losses_of(of_ranks, name) == pytest.approx(process["losses"], rel=1e-5)
     for of_rank in (of_rank[name] for of_rank in of_ranks):
         assert of_rank["norms"] == pytest.approx(process["norms"], rel=1e-4)
-        for key in ("weights", "averaged"):
-            for weight, value in of_rank[key].items():
-                expected = process[key][tied().get(weight, weight)]
-                torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-4, msg=f"{key} {weight}")
+        for weight, value in of_rank["weights"].items():
+            expected = process["weights"][tied().get(weight, weight)]
+            torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-4, msg=weight)
 
 
-def test_clipping_steps_and_averages_matter(of_ranks):
+def test_clipping_and_steps_matter(of_ranks):
     process = of_ranks[0]["one process"]
     assert min(process["norms"]) > TRAIN["clip_norm"]
     first, *later = process["losses"]
     assert max(abs(loss / first - 1) for loss in later) > 1e-3  # a hundred times the tolerance
-    assert not torch.equal(process["weights"]["head.norm.weight"], process["averaged"]["head.norm.weight"])
 
 
-@cases("name", INEXACT, daily=["bf16, zero1", "powersgd of rank 4, accumulated"])
+@cases("name", INEXACT, daily=["bf16, zero1"])
 def test_inexact_levers_stay_near(of_ranks, name):
     most, least, _ = INEXACT[name]
     expected, losses = of_ranks[0]["one process"]["losses"], losses_of(of_ranks, name)
@@ -220,13 +169,6 @@ def test_zero1_divides_the_state(of_ranks, name):
             for weight, value in of_rank[name]["weights"].items():
                 assert torch.equal(value, of_ranks[0][name]["weights"][weight])
     assert all(0 < of_rank[name]["state"] < weights for of_rank in of_ranks)
-
-
-@cases("name", POWERSGD, daily=["powersgd of rank 4, accumulated"])
-def test_resumed_powersgd_keeps_its_errors(of_ranks, name):
-    went_on, resumed, forgetful = zip(*(of_rank["resumed"][name] for of_rank in of_ranks), strict=True)
-    assert resumed == went_on
-    assert forgetful != went_on
 
 
 @pytest.mark.parametrize(

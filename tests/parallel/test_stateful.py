@@ -53,7 +53,7 @@ LAYOUTS = [
     (2, "parallel=pdp parallel.microbatches=4 activations=recompute", 4),
     (2, "parallel=pdp parallel.schedule=interleaved1f1b parallel.microbatches=4", 4),
     (3, "parallel=pdp parallel.microbatches=4", 4),
-    (2, "parallel=ddp parallel.optimizer=zero1 train.ema=0.9", 1),
+    (2, "parallel=ddp parallel.optimizer=zero1", 1),
 ]
 
 
@@ -133,8 +133,8 @@ def before_the_first_step(*options: str) -> list[str]:
 STARTS: list[Any] = [
     (), ("train.micro_batch=2",), ("parallel=fsdp",), ("parallel=tp",), ("parallel=pdp", "parallel.microbatches=4"),
     ("activations=recompute",), ("parallel=fsdp", "activations=selective"), ("activations=offload",),
-    ("precision=bf16",), ("parallel=fsdp", "precision=bf16"), ("parallel.optimizer=zero1", "train.ema=0.9"),
-    ("parallel.gradients=powersgd",), ("parallel.static_graph=find_unused",),
+    ("precision=bf16",), ("parallel=fsdp", "precision=bf16"), ("parallel.optimizer=zero1",),
+    ("parallel.static_graph=find_unused",),
 ]  # fmt: skip
 
 

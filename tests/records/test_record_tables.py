@@ -31,7 +31,7 @@ def test_a_run_that_trains_and_is_resumed_has_no_other_fields(shared_run):
 BRIEF = {
     "hello": (),
     "matmul": ("workload.shapes=[64]", "workload.seconds=0.01"),
-    "p2p": ("workload.max_bytes=1024", "workload.overlap_bytes=[1024]"),
+    "p2p": ("workload.max_bytes=1024",),
     "collectives": ("workload.max_bytes=1024", "workload.ops=[all_reduce,barrier]"),
     "check": ("workload.tolerance=0.99", "workload.attempts=1"),
 }

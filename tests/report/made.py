@@ -78,6 +78,12 @@ def repeated(parallel, rates, sweep="outputs/sweep", name="", options=None, **ch
     return runs
 
 
+def thrice(one):
+    """A run in each of three blocks of a sweep, without noise."""
+    config = [{**one.config, "repeat": {"runs": 3, "max": 20, "block": block}} for block in range(3)]
+    return [one | {"directory": f"{one.directory}_{block}", "config": of} for block, of in enumerate(config)]
+
+
 def failed(parallel, message, status="failed", rank=1):
     error = {"rank": rank, "type": "RuntimeError", "message": message}
     return run(parallel, status=status, metrics=None, final_loss=None, error=error)

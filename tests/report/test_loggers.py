@@ -1,19 +1,17 @@
-"""Logging services: they get what TensorBoard gets, and never end a run. W&B and MLflow are the real ones, offline."""
+"""Logging services: they get what TensorBoard gets, and never end a run. W&B is the real one, offline."""
 
 import json
-import os
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from ptdbench.records import ledger, record, series
-from ptdbench.records.run_record import RunRecord, typed
+from ptdbench.records.run_record import RunRecord
 from ptdbench.report import loggers, scalars
 from ptdbench.report.loggers import Log, Service, Start
 from ptdbench.report.scalars import Scalar
@@ -97,24 +95,6 @@ class TestLog:
         rest = "the run goes on without it; TensorBoard and the record have everything"
         assert capsys.readouterr().err == f"logger: kept failed: ConnectionError: gone; {rest}\n"
 
-    @pytest.mark.timeout(60)  # it answers soon, and not after the minutes for which MLflow tries
-    @patch.dict(os.environ)
-    def test_a_server_that_is_not_there_is_such_a_service(self, tmp_path, capsys):
-        Log(loggers.MLflow("any", "http://127.0.0.1:9"), tmp_path).show(RECORD, 0, rows(), [])
-        assert capsys.readouterr().err.startswith("logger: mlflow failed: ")
-        assert not (tmp_path / loggers.FILE).exists()
-
-    @patch.dict(os.environ)
-    def test_a_run_of_mlflow_whose_parameters_are_refused_has_failed(self, tmp_path, capsys):
-        from mlflow import MlflowClient
-
-        uri = f"file:{tmp_path}/mlruns"
-        with patch.object(MlflowClient, "log_batch", side_effect=ConnectionError("gone")):
-            Log(loggers.MLflow("any", uri), tmp_path).show(RECORD, 0, rows(), [])
-        assert capsys.readouterr().err.startswith("logger: mlflow failed: ConnectionError: gone; ")
-        (logged,) = MlflowClient(uri).search_runs([MlflowClient(uri).get_experiment_by_name("any").experiment_id])
-        assert logged.info.status == "FAILED"
-
     @pytest.mark.parametrize("end", [lambda log: log.finish(RECORD.written), Log.abort], ids=["finish", "abort"])
     def test_where_tensorboard_fails_only_the_record_has_everything(self, tmp_path, capsys, end):
         (tmp_path / "no folder").touch()
@@ -132,49 +112,6 @@ class TestLog:
         Log(service, tmp_path).show(RECORD, 1, rows()[1:], [])
         assert (service.opened[0].known, service.opened[0].first) == ("abc", 1)
 
-    @patch.dict(os.environ)
-    def test_mlflow_has_each_step_of_a_killed_run_once_and_one_that_begins_again_is_another(self, tmp_path):
-        from mlflow import MlflowClient
-
-        uri = f"file:{tmp_path}/mlruns"
-        series.write(tmp_path / series.NAME, [rows()])
-        killed_at = RECORD | {"steps": 2}  # the first of which was saved
-        Log(loggers.MLflow("any", uri), tmp_path).show(killed_at, 0, rows()[:2], LOOKS[:1])
-        client = MlflowClient(uri)
-        (killed,) = client.search_runs([client.get_experiment_by_name("any").experiment_id])
-
-        def steps(tag: str) -> list[int]:
-            return [point.step for point in client.get_metric_history(killed.info.run_id, tag)]
-
-        assert (steps("step/loss"), steps("validation/loss")) == ([0, 1], [1])
-        again = RECORD | {"segments": [{"first_step": 1, "steps": 2}]}
-        Log(loggers.MLflow("any", uri), tmp_path).finish(again.written)
-        assert (steps("step/loss"), steps("validation/loss")) == ([0, 1, 2], [1, 3])
-        assert client.get_run(killed.info.run_id).data.metrics["summary/ok"] == 1.0
-        for _ in range(2):  # it is done again, is killed, and begins again
-            shown(loggers.MLflow("any", uri), tmp_path)
-        found = client.search_runs([killed.info.experiment_id])
-        assert sorted(one.info.status for one in found) == ["FINISHED", "KILLED", "RUNNING"]
-        shown(loggers.MLflow("any", f"file:{tmp_path}/others"), tmp_path)
-        assert len(MlflowClient(f"file:{tmp_path}/others").search_experiments()) == 2  # it knows none of them
-
-    @patch.dict(os.environ)
-    def test_runs_that_begin_together_log_to_one_experiment(self, tmp_path):
-        from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-
-        uri = f"file:{tmp_path}/mlruns"
-        create = MlflowClient.create_experiment
-
-        def after_another(client: Any, name: str) -> str:
-            create(client, name)
-            raise MlflowException(f"experiment {name} already exists")
-
-        with patch.object(MlflowClient, "create_experiment", after_another):
-            shown(loggers.MLflow("any", uri), tmp_path)
-        found = MlflowClient(uri).get_experiment_by_name("any")
-        assert len(MlflowClient(uri).search_runs([found.experiment_id])) == 1
-
     def test_runs_of_a_sweep_belong_together_and_have_its_options(self, tmp_path):
         directory = tmp_path / "my_sweep" / "nested" / "0_toy"
         directory.mkdir(parents=True)
@@ -188,11 +125,10 @@ class TestLog:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-    def test_a_package_that_is_not_installed(self, name, monkeypatch):
+    def test_a_package_that_is_not_installed(self, monkeypatch):
         monkeypatch.setattr(run_spec.importlib.util, "find_spec", lambda package: None)
-        rule = f"needs the package {name}, which is not installed; try pip install 'ptdbench[{name}]'"
-        assert self.problem(f"logger={name}") == f"logger={name}: {rule}"
+        rule = "needs the package wandb, which is not installed; try pip install 'ptdbench[wandb]'"
+        assert self.problem("logger=wandb") == f"logger=wandb: {rule}"
 
     def test_a_workload_that_does_not_train(self):
         rule = "logs the curves of training, and workload=hello does not train; omit it"
@@ -276,25 +212,3 @@ def test_wandb_offline_has_the_series_of_the_record(tmp_path):
     assert {tag: value for tag, value in summary.items() if tag.startswith("summary/")} == summary_of(RECORD)
     assert (hparams["model"], hparams["parallel"], hparams["ranks"]) == ("gpt_tiny", "pdp", 2)
     assert ends == [0]
-
-
-def test_mlflow_has_the_series_of_the_record(run, tmp_path, monkeypatch):
-    from mlflow import MlflowClient
-
-    uri = f"file:{tmp_path}/mlruns"
-    found = run(*RUN, "logger=mlflow", f"logger.tracking_uri={uri}")
-    assert found["status"] == "ok", found["error"]
-    directory = Path(found["directory"])
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # this process reads; the run has set it for itself
-    client = MlflowClient(uri)
-    experiment = client.get_experiment_by_name("ptdbench")
-    (logged,) = client.search_runs([experiment.experiment_id])
-    found = typed(found)
-    expected = curves_of(directory, found)
-    for tag, curve in expected.items():
-        history = client.get_metric_history(logged.info.run_id, tag)
-        assert {point.step: point.value for point in history} == pytest.approx(curve), tag
-    assert logged.data.metrics.keys() == expected.keys() | summary_of(found)
-    assert logged.data.metrics["summary/ok"] == 1.0
-    assert (logged.data.params["model"], logged.data.params["ranks"]) == ("Net", "2")
-    assert (logged.info.status, logged.info.run_name) == ("FINISHED", directory.name)

@@ -1,25 +1,25 @@
 """The report as Markdown."""
 
-from ptdbench.comparison import noise
-from ptdbench.comparison.variation import Noise, Spread
 from ptdbench.report.markdown import markdown
-from tests.report.made import DDP, FSDP, failed, loaded, run
+from tests.report.made import DDP, FSDP, failed, loaded, run, thrice
 
 
 def made(*records):
     return markdown("my_sweep", "2 runs", loaded(*records))
 
 
-def test_a_table_sentences_commands_and_the_environment(monkeypatch):
-    monkeypatch.setattr(noise, "look_up", lambda _: Noise(unpaired=Spread(30 * 0.0005**2, 30)))
+def test_a_table_sentences_commands_and_the_environment():
     environment = {"host": "n1", "torch": "2.15.0", "settings": {"OMP_NUM_THREADS": "1"}}
-    text = made(DDP | {"overrides": ["parallel=ddp"], "environment": environment}, FSDP | {"environment": environment})
+    text = made(
+        *thrice(DDP | {"overrides": ["parallel=ddp"], "environment": environment}),
+        *thrice(FSDP | {"environment": environment}),
+    )
     lines = text.splitlines()
     assert lines[0].startswith("**ddp is fastest: 1.579x fsdp (95 %: ")  # 120 ms over 76 ms
     assert lines[1:5] == ["", "# my\\_sweep", "", "2 runs"]
     head = next(place for place, line in enumerate(lines) if line.startswith("| # |"))
-    assert lines[head + 1].startswith("| ---: | --- |")
-    assert [line.split(" | ")[1] for line in lines[head + 2 : head + 4]] == ["ddp", "fsdp"]
+    assert lines[head + 1].startswith("| ---: | ---: | --- |")
+    assert [line.split(" | ")[2] for line in lines[head + 2 : head + 4]] == ["ddp", "fsdp"]
     assert "- fsdp +44 ms vs ddp: " in text
     assert " parallel=ddp\n" in text
     assert "# fsdp\nthe command is not on record\n" in text

@@ -222,13 +222,6 @@ def test_a_step_without_a_word_and_a_job_that_queues_again(tmp_path):
     assert run_spec.specify(asked.changed(try_options(asked)), World(0, 2, 0, 2, "SLURM"))
 
 
-def test_a_try_lasts_until_powersgd_has_all_its_state():
-    asked = read(*TOY, "parallel.gradients=powersgd", "parallel.powersgd_start=1000")
-    tries = [asked.changed(try_options(asked, steps)) for steps in (2, 10)]
-    assert [one.train.steps for one in tries] == [4, 10]
-    assert {one.call("parallel").options["powersgd_start"] for one in tries} == {2}
-
-
 @pytest.mark.parametrize(("device", "steps"), [("device=cpu", 3 + 16), ("virtual=v100", 3)])
 def test_a_try_in_fp16_lasts_until_the_loss_scale_is_small_enough_for_a_step(device, steps):
     """One that is skipped for an overflow leaves the optimizer without its state; nothing overflows on virtual GPUs."""

@@ -18,7 +18,7 @@ def problems_of(part: str, *overrides: str) -> list[str]:
 
 def test_the_defaults_are_typed():
     asked = read()
-    assert asked.train == config.Train(16, "auto", 60, 3, 10, clip_norm=None, decay="matrices", ema=None)
+    assert asked.train == config.Train(16, "auto", 60, 3, 10, clip_norm=None, decay="matrices")
     assert asked.eval == config.Eval(every=None, micro_batch=64)
     assert asked.cluster == config.Cluster("local", "auto", "auto", "auto")
     assert asked.general == config.General(
@@ -62,7 +62,6 @@ def test_a_name_is_a_text(value, said):
         "train.warmup_steps=-1: must be at least 0",
         *(f"train.max_minutes={limit}: must be greater than 0, or null for no limit" for limit in (0, "nan")),
         *(f"train.clip_norm={norm}: must be greater than 0, or null for no clipping" for norm in (0, "nan")),
-        "train.ema=1: must be between 0 and 1, or null for no average; try 0.999",
         "eval.every=0: must be at least 1",
         "eval.micro_batch=0: must be at least 1",
         "cluster.ranks_per_node=0: must be at least 1",

@@ -53,6 +53,9 @@ def test_lists_are_a_sweep_in_one_job_and_what_auto_came_to_is_stated():
     assert "--job-name=ptdbench-sweep" in flags
     _, command = written("parallel=glob(fs*)")  # if of one value
     assert command[4:6] == ["-m", "model=toy"]
+    for words in (["repeat=auto", "parallel=ddp,fsdp"], ["hydra/sweeper=optuna", "seed=1,2"]):  # the first rank decides
+        _, command = written(*words)
+        assert command[4:-2] == ["-m", "model=toy", "device=cpu", *words]
 
 
 @pytest.mark.parametrize(
@@ -111,10 +114,8 @@ def test_a_typed_cluster_replaces_what_only_some_files_choose(tmp_path):
          "1 node x 2 ranks, 2 nodes x 2 ranks; write one for each, or python train.py cluster=slurm"),
         (["cluster.time_minutes=5,10"], "cluster.time_minutes=5,10: one script is one job, …; write one for each, …"),
         (["cluster=local"], "cluster=local: is not a SLURM cluster; try slurm, or omit it"),
-        (["hydra/sweeper=optuna", "seed=1,2"], "hydra/sweeper=optuna: …; try python train.py -m cluster=slurm, …"),
         (["train.micro_batch=max"], "train.micro_batch=max: is found by short runs, …; try … cluster=slurm, …"),
         (["sweep.resume=a"], "sweep.resume=a: continues as the jobs …; try python train.py sweep.resume=a"),
-        (["repeat=auto", "parallel=ddp,fsdp"], "repeat.runs=auto: …; give a number, or try … cluster=slurm, …"),
         (["cluster.requeue=true", "checkpoint.every_steps=5"], "cluster.requeue=true: …; try … cluster=slurm, …"),
         (["model=toyy"], "model=toyy: there is no such choice; try toy"),
     ],

@@ -77,8 +77,7 @@ def test_steps_that_a_gpu_still_has_to_do_are_no_part_of_its_duration(monkeypatc
     data = SimpleNamespace(held_out=made_task.Kept(), example=lambda: (torch.ones(1), torch.ones(1)))
     training = SimpleNamespace(data=data, model=nn.Identity())
     engine = SimpleNamespace(module=nn.Identity(), modes=mock.Mock())
-    update = SimpleNamespace(averaged=nullcontext)
-    loop: Any = SimpleNamespace(done=1, engine=engine, update=update, mesh=mock.Mock())
+    loop: Any = SimpleNamespace(done=1, engine=engine, mesh=mock.Mock())
     evaluator = Evaluator(SimpleNamespace(device=CUDA, training=training), loop)  # type: ignore[arg-type]
     evaluator._sums = sums  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
@@ -110,13 +109,13 @@ def test_replicas_take_the_first_ones_buffers_of_any_type_and_strides(monkeypatc
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has trained for some steps and has not looked at what is held out."""
     directory = tmp_path_factory.mktemp("trained")
-    steps = ("train.steps=20", "checkpoint.every_steps=20", "train.ema=0.8")
+    steps = ("train.steps=20", "checkpoint.every_steps=20")
     assert run_on_shared_ranks(directory, *TASK, *steps, "parallel=single")["status"] == "ok"
     return directory
 
 
 def judged(shared_run: Callable[..., Record], trained: Path, *overrides: str) -> dict[str, Any]:
-    record = shared_run(*TASK, "train.steps=20", "train.ema=0.8", "eval.every=7", f"resume={trained}", *overrides)
+    record = shared_run(*TASK, "train.steps=20", "eval.every=7", f"resume={trained}", *overrides)
     assert record["status"] == "ok", record["error"]
     (evaluation,) = record["evaluations"]
     assert evaluation.pop("seconds") > 0
@@ -127,11 +126,11 @@ def judged(shared_run: Callable[..., Record], trained: Path, *overrides: str) ->
 def expected(trained: Path) -> dict[str, Any]:
     """The same, from the checkpoint and all samples at once, as one would write it by hand."""
     model = made_task.Net()
-    averages = {name: torch.empty_like(weight) for name, weight in model.named_parameters()}
+    weights = {name: torch.empty_like(weight) for name, weight in model.named_parameters()}
     buffers = {f"model.{name}": buffer for name, buffer in model.named_buffers()}
-    wanted = {f"optimizer.{name}.average": average for name, average in averages.items()}
+    wanted = {f"model.{name}": weight for name, weight in weights.items()}
     dcp.load({**buffers, **wanted}, checkpoint_id=trained / "checkpoints" / "step-00000020", no_dist=True)
-    model.load_state_dict(averages, strict=False)
+    model.load_state_dict(weights, strict=False)
     inputs, targets = made_task.Kept().samples(0, made_task.HELD_OUT)
     with torch.no_grad():
         outputs = model.eval()(inputs)
@@ -165,9 +164,8 @@ def test_every_layout_says_what_a_plain_loop_says(shared_run, trained, expected,
     daily=["fsdp"],
 )
 def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
-    # With averages, which take the weights' place for as long; tests/test_best_checkpoint.py has what is saved then.
     scaled = f"model._target_={made_task.__name__}.Scaled"
-    options = (*TASK, scaled, *f"parallel={strategy}".split(), "train.steps=5", "train.ema=0.5")
+    options = (*TASK, scaled, *f"parallel={strategy}".split(), "train.steps=5")
     quiet, looked_at = (shared_run(*options, f"eval.every={n}") for n in ("null", "2"))
     assert looked_at["status"] == "ok", looked_at["error"]
     assert quiet["losses"] == looked_at["losses"]
@@ -279,7 +277,7 @@ def test_all_ranks_stop_after_a_batch_with_the_checkpoint_and_without_the_evalua
     """What goes on evaluates first."""
     options = (
         *TASK, "cluster.ranks_per_node=2", "train.steps=5", "eval.every=2", "eval.micro_batch=10",
-        "checkpoint.every_steps=2", "checkpoint.asynchronous=false", "train.ema=0.5", "profile.steps=0",
+        "checkpoint.every_steps=2", "checkpoint.asynchronous=false", "profile.steps=0",
     )  # fmt: skip
     assert made_task.HELD_OUT / 20 > 2
     made = composed(*options, f"parallel={strategy}")

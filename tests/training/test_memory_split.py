@@ -41,7 +41,7 @@ def of_kind(record: dict[str, Any], kind: str) -> list[int]:
     "layout",
     [
         ["parallel=ddp"],
-        ["parallel=ddp", "parallel.gradient_as_bucket_view=false", "train.ema=0.9", "precision=bf16"],
+        ["parallel=ddp", "parallel.gradient_as_bucket_view=false", "precision=bf16"],
         ["parallel=ddp", "parallel.optimizer=zero1"],
         ["parallel=fsdp"],
         ["parallel=fsdp", "precision=bf16", "train.micro_batch=1"],

@@ -231,16 +231,6 @@ def test_sanitizer_finds_no_races(start: Start, environ, tmp_path):
 
 
 @pytest.mark.thorough
-def test_powersgd_takes_no_further_workspaces(start: Start, environ, tmp_path):
-    """torch's hook multiplied on 32 streams in turns, each of which had one of 32 MiB, for good."""
-    words = ("parallel=ddp", "parallel.gradients=auto,powersgd", "train.steps=8", "virtual=h100")
-    done = train(environ, tmp_path, "-m", *SMALL, *words, "profile.steps=0")
-    assert done.returncode == 0, done.stderr
-    plain, compressed = (record["virtual"]["reserved_bytes"][0] for record in records(tmp_path))
-    assert compressed - plain < 32 << 20
-
-
-@pytest.mark.thorough
 def test_synchronized_batch_norm_runs_on_virtual_gpus(start: Start, environ, tmp_path):
     """torch's own looks for ranks without samples by a mask, which a virtual GPU cannot answer."""
     words = ("model=resnet18", "model.image_size=32", "parallel=ddp", "parallel.sync_batchnorm=true", "virtual=h100")

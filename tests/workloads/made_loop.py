@@ -17,7 +17,7 @@ from ptdbench.training.loop import StepLoop, Update
 CPU = torch.device("cpu")
 TRAIN = {
     "global_batch": 1, "micro_batch": "auto", "steps": 100, "warmup_steps": 0, "max_minutes": None, "clip_norm": None,
-    "decay": "all", "ema": None,
+    "decay": "all",
 }  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """The workload ``collectives``: what it measures, checks and refuses."""
 
-import itertools
-
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -30,29 +28,28 @@ def start(shared_run, ranks, *overrides):
 @cases("ranks", [2, 3], daily=[3])
 def test_every_operation_is_right_and_timed(shared_run, ranks):
     figures = start(shared_run, ranks, "workload.max_bytes=65536", "workload.factor=8")
-    measured = {(row["op"], row["mode"]) for row in figures["results"]}
-    assert measured == set(itertools.product(OPERATIONS, ["blocking", "async"]))
+    measured = {row["op"] for row in figures["results"]}
+    assert measured == OPERATIONS.keys()
     assert (figures["groups"], figures["cut"], figures["left_out"]) == ([list(range(ranks))], [], [])
     for row in figures["results"]:
         seconds = row["seconds"]
         assert 0 < seconds["p5"] <= seconds["median"] <= seconds["p95"]
         assert row["repetitions"] >= 2
-        assert (row["post_seconds"] is None) == (row["mode"] == "blocking")
         if row["op"] != "barrier":
             assert row["algbw"] == pytest.approx(row["bytes"] / seconds["median"])
     all_reduce = [row for row in figures["results"] if row["op"] == "all_reduce"]
     for row in all_reduce:
         assert row["busbw"] == pytest.approx(row["algbw"] * 2 * (ranks - 1) / ranks)
     assert [row["bytes"] for row in all_reduce][:6] == [8, 64, 512, 4096, 32768, 65536]
-    assert {(fit["op"], fit["mode"]) for fit in figures["fits"]} == {pair for pair in measured if pair[0] != "barrier"}
+    assert {fit["op"] for fit in figures["fits"]} == measured - {"barrier"}
 
 
 @pytest.mark.ranks
-def test_every_dtype_and_reduction_is_right(shared_run):
+def test_every_dtype_is_right(shared_run):
     ops = "workload.ops=[all_reduce,reduce,reduce_scatter,all_to_all]"
-    sizes = ("workload.min_bytes=4096", "workload.max_bytes=4096", "workload.modes=blocking")
-    figures = start(shared_run, 3, ops, *sizes, "workload.dtypes=all", "workload.reductions=all")
-    assert len(figures["results"]) == 3 * 8 * 4 + 8
+    sizes = ("workload.min_bytes=4096", "workload.max_bytes=4096")
+    figures = start(shared_run, 3, ops, *sizes, "workload.dtypes=all")
+    assert len(figures["results"]) == 4 * 8
 
 
 @pytest.mark.ranks
@@ -82,10 +79,10 @@ def test_groups_are_those_of_the_mesh_that_trains(data, pipeline):
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_what_takes_too_long_is_left_out_and_said(shared_run):
-    figures = start(shared_run, 2, "workload.ops=all_reduce", "workload.max_seconds=1e-9", "workload.modes=blocking")
+    figures = start(shared_run, 2, "workload.ops=all_reduce", "workload.max_seconds=1e-9")
     assert (figures["results"], figures["fits"]) == ([], [])
     (cut,) = figures["cut"]
-    assert (cut["op"], cut["mode"], cut["from_bytes"]) == ("all_reduce", "blocking", 8)
+    assert (cut["op"], cut["from_bytes"]) == ("all_reduce", 8)
 
 
 @pytest.mark.ranks
@@ -95,7 +92,7 @@ def test_a_wrong_result_is_a_failed_run_that_names_it(run):
     assert record["status"] == "failed"
     error = record["error"]
     assert (error["rank"], error["type"]) == (1, "ArithmeticError")
-    assert error["message"].startswith("all_reduce fp32 sum blocking of 256 bytes over ranks [0, 1]: rank 1 has ")
+    assert error["message"].startswith("all_reduce fp32 sum of 256 bytes over ranks [0, 1]: rank 1 has ")
     assert error["message"].endswith("; 1 of 64 elements are wrong")
 
 
@@ -105,8 +102,6 @@ def test_a_wrong_result_is_a_failed_run_that_names_it(run):
         ("ops=[all_reduce,all_redcue]", "ops=[all_reduce,all_redcue]: there is no all_redcue; try "),
         ("ops=[]", "ops=[]: must name at least one; try all, broadcast,"),
         ("dtypes=fp8", "dtypes=fp8: there is no fp8; try "),
-        ("reductions=avg", "reductions=avg: there is no avg; try "),
-        ("modes=later", "modes=later: there is no later; try all, blocking, async"),
         ("group=tensor", "group=tensor: there is no such group; try all, data, pipeline, or ranks"),
         ("group=[0,2]", "group=[0,2]: there is no rank 2; the ranks are 0 to 1"),
         ("group=[0,0]", "group=[0,0]: must name at least two ranks, each once"),

@@ -1,7 +1,6 @@
 """The workload ``p2p``: what it measures, checks and refuses."""
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -11,14 +10,14 @@ from ptdbench.measure import timing
 from ptdbench.problems import ConfigError
 from ptdbench.workloads import collectives, point_to_point
 from ptdbench.workloads.collectives import Collectives
-from ptdbench.workloads.point_to_point import PointToPoint, hidden, ordered_pairs, unordered_pairs
+from ptdbench.workloads.point_to_point import PointToPoint, ordered_pairs, unordered_pairs
 from tests.conftest import composed
 from tests.daily import cases
 from tests.workloads.made_job import refusal
 
 QUICK = (
     "workload.seconds=0.0001", "workload.min_repetitions=2", "workload.warmup=1", "workload.max_seconds=60",
-    "workload.max_bytes=65536", "workload.factor=8", "workload.overlap_bytes=[4096]",
+    "workload.max_bytes=65536", "workload.factor=8",
 )  # fmt: skip
 
 
@@ -44,7 +43,6 @@ def test_every_pair_is_measured(shared_run, ranks):
     for pair in links["both"]:
         for size in pair["sizes"]:
             assert size["bandwidth"] == pytest.approx(2 * size["bytes"] / size["seconds"]["median"])
-    assert [(row["ranks"], row["bytes"]) for row in links["overlap"]] == [(pair, 4096) for pair in both]
     assert links["cut"] == []
 
 
@@ -56,31 +54,13 @@ def test_pairs():
     assert unordered_pairs(2, ring=True) == [(0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("times", "share"),
-    [((2.0, 2.0, 2.0), 1), ((2.0, 2.0, 4.0), 0), ((2.0, 2.0, 3.0), 0.5), ((1.0, 4.0, 4.0), 1), ((2.0, 2.0, 5.0), -0.5)],
-)
-def test_the_share_that_is_hidden(times, share):
-    assert hidden(*times) == pytest.approx(share)
-
-
 @pytest.mark.ranks
 def test_what_takes_too_long_is_left_out_and_said(shared_run):
     record = shared_run("workload=p2p", "device=cpu", *QUICK[:3], *QUICK[4:], "workload.max_seconds=1e-9")
     assert record["status"] == "ok"
     links = record["p2p"]
     assert [(pair["latency"], pair["bandwidth"], pair["sizes"]) for pair in links["pairs"]] == [(None, None, [])] * 2
-    assert (links["overlap"], len(links["cut"])) == ([], 4)
-
-
-@pytest.mark.parametrize("once", [[], [0.1]])
-def test_products_that_take_too_long_alone_or_beside_messages_are_said(monkeypatch, once):
-    seconds = iter([[0.1], once])
-    monkeypatch.setattr(timing, "repeat", lambda *_: next(seconds))
-    monkeypatch.setattr(timing, "repeat_in_turns", lambda *_: [[], [], []])
-    job, cut = SimpleNamespace(device=torch.device("cpu"), world=World(0, 3, 0, 3, "local"), watchdog=mock.Mock()), []
-    assert [*point_to_point._overlap(job, PointToPoint(), (1, 2), 8, cut)] == []
-    assert [(skipped.ranks, skipped.from_bytes) for skipped in cut] == [([1, 2], 8)]
+    assert len(links["cut"]) == 3
 
 
 @pytest.mark.ranks
@@ -98,7 +78,6 @@ def test_a_message_that_arrives_wrong_is_a_failed_run_that_names_it(run):
     [
         (["cluster.ranks_per_node=1"], "workload=p2p: needs at least two ranks; try cluster."),
         (["workload.pairs=some"], "workload.pairs=some: must be all or ring; try all, ring"),
-        (["workload.overlap_bytes=[0]"], "workload.overlap_bytes=0: must be a whole number of at least 1"),
         (["workload.max_bytes=0"], "workload.max_bytes=0: must be a whole number of at least 1"),
     ],
 )
@@ -107,17 +86,13 @@ def test_bad_input_is_refused_before_any_rank_starts(overrides, message):
 
 
 @pytest.mark.parametrize(
-    ("workload", "options", "option"),
-    [
-        (point_to_point, PointToPoint(overlap_bytes=[2**50]), "overlap_bytes"),
-        (point_to_point, PointToPoint(max_bytes=2**50), "max_bytes"),
-        (collectives, Collectives(max_bytes=2**50), "max_bytes"),
-    ],
+    ("workload", "options"),
+    [(point_to_point, PointToPoint(max_bytes=2**50)), (collectives, Collectives(max_bytes=2**50))],
 )
-def test_memory_is_refused_by_the_option_that_takes_most(monkeypatch, workload, options, option):
+def test_too_much_memory_is_refused(monkeypatch, workload, options):
     monkeypatch.setattr(timing, "gather", lambda told: [told])
     job = SimpleNamespace(device=torch.device("cpu"), world=World(0, 2, 0, 2, "local"))
-    with pytest.raises(ConfigError, match=rf"^workload\.{option}={2**50}: needs 4.19e\+06 GiB per rank"):
+    with pytest.raises(ConfigError, match=rf"^workload\.max_bytes={2**50}: needs 4.19e\+06 GiB per rank"):
         workload.measure(job, options)
 
 

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from ptdbench.profiling.phases import KINDS
-from ptdbench.records.schema import Clocks
 from ptdbench.report.page.document import content, document
 from tests.report.made import DDP, FSDP, failed, loaded, repeated, run
 
@@ -88,13 +87,10 @@ def test_phases_and_memory_are_those_of_the_record():
     assert rows(content(loaded(DDP | {"kind": "virtual"})))[0]["phases"] is None  # its times are no measured ones
 
 
-def test_energy_is_that_of_gpus_if_there_are_any():
-    both = {"gpu": {"joules_per_sample": 2.0}, "cpu": {"joules_per_sample": 1.0}}
-    clocks = [dict.fromkeys(Clocks.__struct_fields__) | {"rank": 0}]
-    unknown = {"joules_per_sample": None, "reason": "NVML does not tell"}
-    hardware = [{**both, "clocks": clocks}, {**both, "gpu": unknown}, {**both, "gpu": unknown, "clocks": clocks}, None]
+def test_energy_is_that_of_gpus():
+    hardware = [{"gpu": {"joules_per_sample": 2.0}}, {"gpu": {"reason": "NVML does not tell"}}, None]
     found = rows(content(loaded(*(run(str(place), hardware=one) for place, one in enumerate(hardware)))))
-    assert [row["joules"] for row in found] == [2.0, 1.0, None, None]
+    assert [row["joules"] for row in found] == [2.0, None, None]
 
 
 def test_runs_of_nothing_else_are_no_models():
