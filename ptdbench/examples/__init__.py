@@ -1,1 +1,1 @@
-"""A model to start one of your own from."""
+"""Minimal programs to learn from."""
