@@ -1,4 +1,4 @@
-"""``ptdbench report outputs/<sweep>``: the results of a sweep in one file to send, as HTML, Markdown or CSV."""
+"""``ptdbench report outputs/<sweep>``: the results of a sweep in one file to send, as HTML, Markdown, LaTeX or CSV."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ptdbench.terminal import echo, plain, plural
 if TYPE_CHECKING:
     from ptdbench.records.run_record import RunRecord
 
-HELP = "one file to send: tables, figures, failures and commands of sweeps as HTML, Markdown or CSV"
+HELP = "one file to send: tables, figures, failures and commands of sweeps as HTML, Markdown, LaTeX or CSV"
 
 #: Extensions of files by the name of their option.
-_FORMS = {"html": "html", "md": "md", "csv": "csv"}
+_FORMS = {"html": "html", "md": "md", "latex": "tex", "csv": "csv"}
 
 #: Maximum length of a comment on GitHub, in characters.
 _MOST_OF_COMMENT = 65_536
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", action="store_true", help="write report.html; the default")
     parser.add_argument("--md", action="store_true", help="write report.md, for pull requests")
+    parser.add_argument("--latex", action="store_true", help="write report.tex, tables for papers, with booktabs")
     parser.add_argument("--csv", action="store_true", help="write report.csv, a row for each run with all its fields")
     parser.add_argument("--title", help="the title; without it, models and directories")
     where = "where to write; without it, in the first directory"
@@ -144,10 +145,11 @@ def _text(form: str, title: str, subtitle: str, runs: Sequence[RunRecord]) -> st
 
         frame = Runs(Run(run, Path(run.directory)) for run in runs).frame()
         return str(frame.apply(lambda column: column.map(_cell)).rename(columns=_cell).to_csv(index=False))
+    from ptdbench.report.latex import latex
     from ptdbench.report.markdown import markdown
     from ptdbench.report.page.document import page
 
-    write: Callable[[str, str, Sequence[RunRecord]], str] = {"html": page, "md": markdown}[form]
+    write: Callable[[str, str, Sequence[RunRecord]], str] = {"html": page, "md": markdown, "latex": latex}[form]
     return write(title, subtitle, runs)
 
 

@@ -48,7 +48,7 @@ class Column(text.Column[Row]):
     always_shown: bool = False  #: Whether every table has it, even without figures.
     #: Whether it says anything about these rows, which have a figure in it.
     applies: Callable[[Sequence[Row]], bool] = lambda rows: True
-    tables: tuple[str, ...] = ("terminal", "file", "page")  #: Where tables have it.
+    tables: tuple[str, ...] = ("terminal", "file", "page", "paper")  #: Where tables have it.
     #: What the title of a table without room for it says of its text, if all rows have the same.
     in_title: Callable[[str], str] | None = None
     #: ``drop_order`` with repeats, if different: certainty of the order then matters more than steps of one run.
@@ -132,11 +132,16 @@ def _figure(
     return Column(heading, cell=lambda row: figure_text(value(row), write), name=name, value=value, **more)
 
 
+#: Tables of columns that papers have no room for.
+_NOT_IN_PAPERS = ("terminal", "file", "page")
+
+
 def planned(heading: str, size: Callable[[int], str] = memory_text) -> Column:
     """Return a column that only plans have, of :data:`ptdbench.report.virtual.PLANNED`; ``size`` formats bytes."""
     is_size, field = heading not in virtual.NO_SIZES, f"plan_{heading.replace(' ', '_')}"
     return _figure(heading, name=f"{field}_mib" if is_size else field, scale=2**-20 if is_size else 1.0, field=field,
                    value=lambda row: virtual.plan_figures(row.run).get(heading), write=size if is_size else str,
+                   tables=Column.tables if heading in ("mb", "left", "fits", "max mb") else _NOT_IN_PAPERS,
                    is_text=heading == "fits", drop_order=virtual.PLANNED[heading])  # fmt: skip
 
 
@@ -168,20 +173,20 @@ COLUMNS = (
            cell=lambda row: figure_text(row.place.ratio, "{:.2f}x".format) + interval_text(row.place.against_best, 2),
            applies=lambda rows: len(rows) > 1, drop_order=2, drop_order_with_repeats=5),
     Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=attrgetter("run.step_seconds.mean"), scale=1e3,
-           field="step", drop_order_with_repeats=2),
+           field="step", drop_order_with_repeats=2, tables=_NOT_IN_PAPERS),
     _figure("memory", "memory_mib", attrgetter("run.metrics.peak_memory_bytes"), memory_text, scale=2**-20,
             field="memory", drop_order=3),
     _figure("reserved", "reserved_mib", attrgetter("run.metrics.peak_reserved_bytes"), memory_text, scale=2**-20,
-            field="reserved", drop_order=1),
+            field="reserved", drop_order=1, tables=_NOT_IN_PAPERS),
     _figure("MFU", "mfu", attrgetter("run.metrics.mfu"), _PERCENT, scale=100, higher_is_better=True),
     _figure("MFU causal", "mfu_causal", attrgetter("run.metrics.mfu_causal"), _PERCENT, scale=100,
             higher_is_better=True, tables=("page",)),
     _figure("% of GEMM", "of_ceiling", attrgetter("run.metrics.share_of_ceiling"), _PERCENT, scale=100,
-            higher_is_better=True, drop_order=0),
+            higher_is_better=True, drop_order=0, tables=_NOT_IN_PAPERS),
     _figure("J/sample", "joules", _joules, three_digits, tables=("page",)),
     _figure("loss", "loss", attrgetter("run.final_loss"), _THREE_DECIMALS),
     Column("val", name="held_out", cell=_evaluation, value=lambda row: _held_out(row)[0], drop_order=4),
-    _figure("status", "status", _statuses, is_text=True, always_shown=True),
+    _figure("status", "status", _statuses, is_text=True, always_shown=True, tables=_NOT_IN_PAPERS),
     _figure("sweep", "sweep", lambda row: str(sweep_of(row.run)), is_text=True, tables=("page",),
             applies=lambda rows: len({sweep_of(row.run) for row in rows}) > 1),
 )  # fmt: skip
@@ -241,7 +246,7 @@ class Section:
         return title([run for row in self.rows for run in row.runs], dict.fromkeys([*apart, *moved]))
 
     def columns(self, where: str = "terminal") -> list[Column]:
-        """Return the columns of a table in a terminal, a file or the page: those that say anything."""
+        """Return the columns of a table in a terminal, a file, the page or a paper: those that say anything."""
         tabled = [one for one in COLUMNS if where in one.tables and (one.always_shown or self._shows(one))]
         return [replace(one, heading=one.heading.format(unit=self.unit, device=self.device)) for one in tabled]
 

@@ -100,8 +100,8 @@ class TestForms:
         assert (tmp_path / "one/outputs/report.md").read_text().split("\n\n")[1] == (
             "# gpt\\_tiny: one/outputs, sweep, two/outputs"
         )
-        assert report(sweep, "--md", "--title", "8 GPUs")[1] == [f"report       {sweep / 'report.md'}"]
-        assert "# 8 GPUs" in (sweep / "report.md").read_text()
+        assert report(sweep, "--latex", "--title", "8 GPUs")[1] == [f"report       {sweep / 'report.tex'}"]
+        assert (sweep / "report.tex").read_text().startswith("% 8 GPUs\n")
 
     def test_of_several_directories_an_empty_one_is_named_and_left_out(self, report, sweep, tmp_path):
         """As of a comparison that was killed before its first run."""

@@ -1,0 +1,60 @@
+r"""Tables of a report for a paper, in LaTeX with booktabs: ``\input{report}`` in a document."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from ptdbench.comparison.alternatives import of_sweeps
+from ptdbench.records.run_record import RunRecord
+from ptdbench.report import columns
+from ptdbench.report.columns import Column, Section
+from ptdbench.report.text import MISSING
+from ptdbench.terminal import plain
+
+#: What LaTeX reads as something else, and how it is written; a range has an en dash.
+_ESCAPES = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+    ">": r"\textgreater{}", "|": r"\textbar{}", "±": r"$\pm$", "·": r"$\cdot$",
+    **{sign: rf"\{sign}" for sign in "&%$#_{}"},
+}  # fmt: skip
+
+
+def latex(title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
+    """Return a table for each model and global batch, whose caption has the answer; other workloads have none."""
+    sections = columns.sections(of_sweeps([run for run in runs if run.model]))
+    head = [f"% {plain(' '.join(line.split()))}" for line in (title, subtitle, r"\usepackage{booktabs}")]
+    return "\n\n".join(["\n".join(head), *("\n".join(_table(section)) for section in sections)]) + "\n"
+
+
+def _table(section: Section) -> Iterator[str]:
+    """Yield the lines of a table; what is equal in all rows is in its caption."""
+    cells = {one: [one.cell(row) for row in section.rows] for one in section.columns("paper")}
+    alike = [one for one, texts in cells.items() if one.in_title and len({*texts}) == 1]
+    shown = [one for one, texts in cells.items() if one not in alike and {*texts} != {MISSING}]
+    caption = f"{section.title(one.in_title(cells[one][0]) for one in alike if one.in_title)}. {section.answer}"
+    yield r"\begin{table}"
+    yield r"  \centering\footnotesize\setlength{\tabcolsep}{3pt}"
+    yield rf"  \caption{{{_escaped(caption)}}}"
+    yield rf"  \begin{{tabular}}{{{''.join('l' if one.is_text else 'r' for one in shown)}}}"
+    yield r"    \toprule"
+    yield _line(one.heading for one in shown)
+    yield r"    \midrule"
+    yield from (_line(_ranged(one, cells[one][place]) for one in shown) for place in range(len(section.rows)))
+    yield r"    \bottomrule"
+    yield r"  \end{tabular}"
+    yield r"\end{table}"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return rf"    {' & '.join(map(_escaped, cells))} \\"
+
+
+def _escaped(line: str) -> str:
+    """Return a text on one line, with all of LaTeX's marks escaped."""
+    return "".join(_ESCAPES.get(letter, letter) for letter in plain(" ".join(line.split())))
+
+
+def _ranged(column: Column, cell: str) -> str:
+    """Return a cell with an en dash between figures; names keep their hyphens."""
+    return cell if column.is_text else re.sub(r"(?<=\d)-(?=\d)", "--", cell)
