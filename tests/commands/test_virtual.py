@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ptdbench.prediction.log import read
 from tests.programs import call
 from tests.virtual.conftest import shared, start  # noqa: F401 # fixtures
 
@@ -49,8 +50,9 @@ if "RANK" in os.environ:
 def _virtual(environ: dict[str, str], tmp_path: Path) -> Any:
     (tmp_path / "program.py").write_text(PROGRAM)
 
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
-        return call(sys.executable, "-m", "ptdbench", "virtual", *map(str, words), cwd=tmp_path, environ=environ)
+    def run(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = (sys.executable, "-m", "ptdbench", "virtual", *map(str, words))
+        return call(*command, cwd=tmp_path, environ={**environ, **variables})
 
     return run
 
@@ -58,7 +60,8 @@ def _virtual(environ: dict[str, str], tmp_path: Path) -> Any:
 def test_each_rank_of_a_launcher_has_its_account(virtual, environ, tmp_path):
     """Ended after three of many steps, as DDP makes new buckets in the second; a step is one of the first optimizer."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
-    done = virtual("h100x2", "--json", "--steps", 3, "--", *launcher, "program.py", 100, 100_000)
+    words = ("h100x2", "--json", "--steps", 3, "--", *launcher, "program.py", 100, 100_000)
+    done = virtual(*words, PTDBENCH_VIRTUAL_LOG=str(tmp_path / "logs"))
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     found = record["virtual"]
@@ -73,6 +76,10 @@ def test_each_rank_of_a_launcher_has_its_account(virtual, environ, tmp_path):
     assert found["kernels"]["product"] == [3 * LAYERS - 1] * 2
     shown = call(sys.executable, "-m", "ptdbench", "explain", record["directory"], cwd=tmp_path, environ=environ)
     assert "520 MiB" in shown.stdout
+    for rank, log in enumerate(read(tmp_path / "logs")):  # of the steps after the second
+        assert log.facts["rank"] == rank
+        names = [log.names[name] for name in next(log.steps())["name"]]
+        assert sum("gemm" in name for name in names) == 3 * LAYERS - 1
 
 
 def test_out_of_memory_names_the_way_to_learn_the_need(virtual):
