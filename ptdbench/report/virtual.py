@@ -1,4 +1,4 @@
-"""Virtual runs and plans in tables and lines: they have no times, and no rank in an order."""
+"""Virtual runs and plans in tables and lines: virtual runs have no times, and plans predicted ones."""
 
 from __future__ import annotations
 
@@ -85,6 +85,11 @@ def answer(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
     sizes = {name: size for name, run in named if run.kind == "virtual" and (size := run.metrics.peak_memory_bytes)}
     if least := min(sizes, key=sizes.__getitem__, default=None):
         yield f"Least memory: {least}, {memory_text(sizes[least])} on its largest rank; virtual runs have no times"
+    called = {id(run): name for name, run in named if run.predicted.step_seconds}
+    first = [place for place in predictions.rank([run for _, run in named if id(run) in called]) if not place.faster]
+    if len(called) > 1:
+        leaders = spoken([called[id(place.alternative.runs[0])] for place in first])
+        yield f"Predicted, not measured: {leaders} may be the fastest of {len(called)}"
     plans = [(name, run.plan) for name, run in named if run.kind == "planned"]
     for fits, words in ((True, "Fits in memory"), (False, "Does not fit")):
         if some := [(name, plan.largest_micro_batch) for name, plan in plans if plan.fits is fits]:
