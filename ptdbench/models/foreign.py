@@ -182,7 +182,7 @@ class Adapted(nn.Module):
         if self._method("parts") or not self._stages:
             return None
         start = [*self._stages.parts(self.module, PREFIX)].index(names[0])
-        return self._stages.runner(self.module, range(start, start + len(names)), self._run, PREFIX)
+        return Runner(self._stages, self.module, range(start, start + len(names)), self._run, PREFIX)
 
     @cached_property
     def _stages(self) -> Stages | None:

@@ -170,15 +170,6 @@ class Stages:
             names[0]: Piece({prefix + name: self._member(module, name) for name in names}) for names in self._pieces
         }
 
-    def sent(self, place: int) -> int:
-        """Return the number of elements that piece number ``place`` passes on for a sample."""
-        tape, starts = self._tapes[True], self._starts[True]
-        return sum(tape.like(value).numel(1) for value in tape.crossing(starts[place + 1]))
-
-    def runner(self, module: nn.Module, places: range, run: Run, prefix: str) -> Runner:
-        """Return a function that runs the pieces with these numbers; see :class:`Runner`."""
-        return Runner(self, module, places, run, prefix)
-
     def pass_of(self, mode: bool, places: range, arrived: Sequence[Tensor], samples: int, device: torch.device) -> Pass:
         """Return a pass that computes the pieces with these numbers."""
         starts = [*self._starts[mode], None]
@@ -282,12 +273,12 @@ class Stages:
         root = torch.zeros((), requires_grad=True)
 
         def computed(places: range, arrived: Sequence[Tensor]) -> Any:
-            shell, absent = self.shell(module), self.weights(module, range(0), module, "")
-            within = self.pass_of(False, places, arrived, samples, device)
+            shell, within = self.shell(module), self.pass_of(False, places, arrived, samples, device)
             shell.compute = partial(_stub, self._tapes[False], within, root)
             here = {name for place in places for name in self._pieces[place]}
-            held = {name: weight if name in here else absent[name] for name, weight in weights.items()}
+            absent = self.weights(module, range(0), module, "")
             with torch.enable_grad():
+                held = absent | {name: weight for name, weight in weights.items() if name in here}
                 return shell.run(within, held, device, lambda: run(shell.module, *batch))
 
         every = range(len(self._pieces))

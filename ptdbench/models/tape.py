@@ -41,10 +41,6 @@ class Like:
         shape = [constant + factor * samples for constant, factor in self.sizes]
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
-    def numel(self, samples: int) -> int:
-        """Return the number of elements."""
-        return torch.Size([constant + factor * samples for constant, factor in self.sizes]).numel()
-
 
 @dataclass(frozen=True)
 class Same(Like):
