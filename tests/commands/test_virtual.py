@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.programs import call
+from tests.programs import TORCHRUN, call
 from tests.virtual.conftest import shared, start  # noqa: F401 # fixtures
 
 pytestmark = pytest.mark.usefixtures("start")
@@ -71,8 +71,24 @@ def test_each_rank_of_a_launcher_has_its_account(virtual, environ, tmp_path):
     # The first layer has no gradient of its inputs.
     assert found["flops"] == [2 * 32 * (2 * weights + (LAYERS - 1) * WIDTH**2)] * 2
     assert found["kernels"]["product"] == [3 * LAYERS - 1] * 2
+    # DDP puts all gradients into one bucket at first.
+    first = found["first_step"]
+    assert first["messages"]["all_reduce"] == {"calls": 1, "bytes": 4 * weights, "formula_bytes": None}
+    assert (first["allocated_bytes"], first["flops"]) == ([100 * MIB] * 2, found["flops"])
     shown = call(sys.executable, "-m", "ptdbench", "explain", record["directory"], cwd=tmp_path, environ=environ)
     assert "520 MiB" in shown.stdout
+
+
+def test_run_of_ours_needs_the_same_under_a_launcher(virtual, environ, tmp_path):
+    words = ("model=gpt_tiny", "parallel=ddp", "train.steps=2", "profile.steps=0")
+    own = ("virtual=h100", "cluster.ranks_per_node=2", "hydra.run.dir=run")
+    assert call(*TORCHRUN[:1], TORCHRUN[-1], *words, *own, cwd=tmp_path, environ=environ).returncode == 0
+    done = virtual("h100x2", "--json", "--", *TORCHRUN, *words, "device=cuda")
+    assert done.returncode == 0, done.stderr
+    expected = json.loads((tmp_path / "run" / "record.json").read_text())["virtual"]
+    found = json.loads(done.stdout)["virtual"]
+    names = ("allocated_bytes", "reserved_bytes")  # rank 0, which checks the run, has its allocator's options too
+    assert [found[name] for name in names] == [expected[name] for name in names]
 
 
 def test_out_of_memory_names_the_way_to_learn_the_need(virtual):
@@ -85,6 +101,14 @@ def test_out_of_memory_names_the_way_to_learn_the_need(virtual):
     ample = virtual("h100", "--memory", "1TiB", *words)
     assert ample.returncode == 0, ample.stderr
     assert "2.93 GiB" in ample.stdout
+
+
+def test_crash_of_the_library_says_so(virtual):
+    program = "import ctypes, torch; torch.ones(3, device='cuda'); ctypes.CDLL(None).cudaMemGetInfo(8, 8)"
+    done = virtual("h100", "--", sys.executable, "-c", program)
+    assert done.returncode == 128 + signal.SIGSEGV
+    assert "ptdbench's library crashed in cudaMemGetInfo (Segmentation fault): a fault of ptdbench" in done.stderr
+    assert "no process used a GPU" not in done.stdout + done.stderr
 
 
 SOME_RANKS = """
