@@ -169,6 +169,7 @@ class _Watch:
             **{"pid": os.getpid(), "command": sys.argv, "steps": 0, "devices": self._devices},
         }
         self._log = Log(self._report["rank"], self._report["world_size"])
+        ctypes.CDLL(None).ptdbench_virtual_note_crashes()
         self._hook()
         if os.environ.get(STACKS):
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
@@ -209,6 +210,9 @@ class _Watch:
             return False
         self._before = account
         self._report |= {"steps": self._report["steps"] + 1, "step": step}
+        if self._report["steps"] == 1:
+            allocated = {number: device.get("allocated", 0) for number, device in self._devices.items()}
+            self._report["first"] = step | {"allocated": allocated}
         self._note_in_log(self._report["steps"] - _BEFORE_LOG)
         self._write()
         self._settle()
