@@ -288,7 +288,7 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
     """
     module, sequence = module_of(work.model), work.options.sequence
     narrow_sums = sequence and work.is_sharded and DTYPES[work.precision] != torch.float32
-    if work.recomputes or narrow_sums or work.options.async_tensor:
+    if work.recomputes or narrow_sums:
         yield _unknown("all_reduce", "all_gather", "reduce_scatter")
     summands: set[nn.Parameter] = set()
     for name, role in roles_of(work.model).items():
