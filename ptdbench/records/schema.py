@@ -124,8 +124,6 @@ class Communication(Struct):
     exposed_seconds: Amount
     #: What ``bytes`` should be for this layout, without messages of a single number; null if no exact formula is known.
     formula_bytes: Amount | None = None
-    #: The minimum and maximum of ``bytes`` if the size depends on the data; otherwise null.
-    formula_range: list[Amount] | None = None
     #: Predicted seconds of ``calls`` with ``bytes``, from the line that ``workload=collectives`` last fitted on these
     #: ranks with this backend and torch; null if there is none, or the operation does not involve all ranks.
     fit_seconds: Amount | None = None

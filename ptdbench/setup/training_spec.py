@@ -113,7 +113,6 @@ class TrainingSpec:
 
     def check_backend(self, backend: str, device_type: str) -> None:
         """Raise ConfigError for a backend that lacks messages of this layout for tensors of such devices."""
-        self.strategy.check_option("backend", backend, self.layout)
         if (backend, device_type) == ("gloo", "cuda"):
             gathers = self.gathers > 0 and self.config.general.offload == "none"
             rows = conflicts.of_gloo(self.strategy, self.layout.dims, self.model, gathers=gathers)
