@@ -211,7 +211,8 @@ class Stages:
                 loss = shell.run(recorder, weights, device, lambda: run(shell.module, *batch))  # noqa: B023
                 ends = recorder.values(loss)
             passes.append(recorder)
-        return combined(*passes, ends, _SAMPLES)
+        few, many = passes
+        return combined(few, many, ends, _SAMPLES)
 
     def _divide(self, module: nn.Module) -> None:
         """Set the members of each piece, as short as possible, and the first event of each in both modes."""
@@ -282,12 +283,12 @@ class Stages:
                 return shell.run(within, held, device, lambda: run(shell.module, *batch))
 
         every = range(len(self._pieces))
-        expected, arrived = computed(every, []), []
+        expected, arrived = computed(every, []), list[Tensor]()
         for place in every:
             try:
                 result = computed(range(place, place + 1), arrived)
             except Stopped as stopped:
-                arrived = stopped.values
+                arrived = [*stopped.values]
         losses = [expected, result]
         slopes = [torch.autograd.grad(loss, root)[0] if loss.requires_grad else torch.zeros(()) for loss in losses]
         if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in (losses, slopes)):
@@ -334,12 +335,12 @@ class Loose(nn.Module):
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
-        self.__dict__ |= {"owner": owner, "name": name}
+        self.__dict__["read"] = partial(getattr, owner, name)
 
     @property
     def weight(self) -> nn.Parameter:
         """The weight."""
-        weight = getattr(self.owner, self.name)
+        weight = self.__dict__["read"]()
         assert isinstance(weight, nn.Parameter)
         return weight
 
