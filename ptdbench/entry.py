@@ -119,7 +119,9 @@ def carry_out(directories: Sequence[Path]) -> int:
         return 0
     unique = {directory.resolve(): directory for directory in directories}
     configs = {directory: resume.startable(directory, world) for directory in unique.values()}
-    if world is None:
+    if world:
+        settings.enable_expandable_segments(os.environ)  # as above
+    else:
         prepare_ranks([*configs.values()])
 
     from ptdbench.run.door import run
@@ -206,6 +208,7 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
     """Execute the runs on this machine, or as rank 0 of those that a launcher started."""
     if world:
         local.check_address_space()
+        settings.enable_expandable_segments(os.environ)  # the checks may use this rank's GPU
     else:
         prepare_ranks(composed.configs)
     with transient(f"checking {plural(len(composed.overrides), 'run')}…", sys.stderr):  # during the imports, too

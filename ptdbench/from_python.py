@@ -76,10 +76,10 @@ def _check_process() -> None:
     """Raise TrainError if this process cannot handle signals in this thread, or has process groups already."""
     if threading.current_thread() is not threading.main_thread():
         raise TrainError("ptdbench.train must be called from the main thread, the only one that receives Ctrl-C")
-    distributed = sys.modules.get("torch.distributed")
-    if distributed and distributed.is_available() and distributed.is_initialized():
-        groups = "torch.distributed is initialized, and runs have process groups of their own"
-        raise TrainError(f"{groups}: call torch.distributed.destroy_process_group() first")
+    groups = sys.modules.get("torch.distributed")
+    if groups and groups.is_available() and groups.is_initialized():
+        reason = "torch.distributed is initialized, and runs have process groups of their own"
+        raise TrainError(f"{reason}: call torch.distributed.destroy_process_group() first")
 
 
 @contextmanager
@@ -89,16 +89,15 @@ def _as_program(words: Sequence[str]) -> Iterator[None]:
     Processes of :mod:`multiprocessing` would import the caller's ``__main__``, and train again: they get an empty one.
     """
     argv, main, path, environ = sys.argv, sys.modules["__main__"], [*sys.path], {**os.environ}
-    of_hydra = GlobalHydra.instance()
-    hydra = of_hydra.hydra
+    of_hydra, hydra = GlobalHydra.instance(), GlobalHydra.instance().hydra
     sys.argv = [str(Path(__file__).with_name("__main__.py")), *words]
     sys.modules["__main__"] = ModuleType("__main__")
     of_hydra.hydra = None
     try:
-        with store.unlocking():
-            yield
+        yield
     finally:
         sys.argv, sys.modules["__main__"], sys.path[:], of_hydra.hydra = argv, main, path, hydra
         for name in os.environ.keys() - environ.keys():
             del os.environ[name]
         os.environ.update(environ)
+        store.unlock_all()

@@ -106,7 +106,7 @@ def test_docstrings_and_field_comments_describe_options(options):
 def test_option_is_described_once_without_empty_columns(options, group):
     page = options.markdown(group)
     assert "In detail" not in page
-    for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
+    for table in re.findall(r"(?:^\|.*\n?)+", page, re.MULTILINE):
         assert not all(row.endswith("|  |") for row in table.splitlines()[2:]), table
 
 

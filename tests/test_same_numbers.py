@@ -41,6 +41,12 @@ MODELS = {
     **{f"hf_{kind}": (f"model=hf_{kind}_tiny", "data.sequence_length=16", "train.steps=4", "optimizer=sgd",
                       "optimizer.lr=0.5", "train.clip_norm=0.3", *options)
        for kind, options in HUGGING_FACE.items()},
+    "vit": ("model=custom", "model._target_=torchvision.models.VisionTransformer", "+model.image_size=32",
+            "+model.patch_size=8", "+model.num_layers=4", "+model.num_heads=4", "+model.hidden_dim=64",
+            "+model.mlp_dim=128", "+model.num_classes=10", "data=synthetic_images", "data.image_size=32",
+            "data.classes=10"),
+    "t5": ("model=hf_t5_tiny", "model.config.d_model=32", "model.config.d_kv=8", "model.config.d_ff=64",
+           "data.sequence_length=16", "optimizer.lr=1e-2"),
     **{name: ("model=custom", f"model._target_=tests.models.users.{name}", "+model.width=8", "optimizer.lr=1e-2", *data)
        for name, data in USERS.items()},
 }  # fmt: skip
@@ -67,6 +73,9 @@ DAILY = [
     ("untied", 4, "parallel=pdp"),
     ("hf_gpt2", 2, "parallel=pdp train.micro_batch=3 parallel.microbatches=4"),
     ("hf_llama", 2, "parallel=fsdp train.micro_batch=2"),
+    ("vit", 2, "parallel=pdp train.micro_batch=2"),  # with weights at its root
+    ("t5", 3, "parallel=pdp train.micro_batch=2"),  # an encoder's output skips a stage
+    ("t5", 4, "parallel=fsdp parallel.pipeline=2 train.micro_batch=2"),
     *((model, 2, f"parallel={preset} train.micro_batch=2")
       for model in ("Plain", "Protocol") for preset in ("ddp", "fsdp", "pdp")),
 ]  # fmt: skip

@@ -74,7 +74,6 @@ class Layout:
 
     words: str  #: Its overrides, as they are typed.
     ranks: int = 2  #: The fewest that it needs.
-    on_gpus: bool = False  #: Whether it needs NCCL.
 
 
 #: Schedules beside the default one that this torch carries out: stages in turns and in the form of a V, whose messages
@@ -91,15 +90,11 @@ LAYOUTS = (
     ),
     *(Layout(f"parallel=pdp parallel.pipeline=2 parallel.schedule={name}") for name in SCHEDULES_TO_TRY),
     Layout("parallel=ddp parallel.optimizer=zero1"),
-    Layout("parallel=tp parallel.sequence=true parallel.async_tensor=true compile=layers", on_gpus=True),
 )
 
 #: Those that change FSDP's messages, with a torch that has them.
 if all(map(is_settable, SETTERS)):
-    LAYOUTS += (
-        Layout("parallel=fsdp parallel.separate_reduce_scatter=true parallel.reduce_scatter_buffers=2"),
-        *(Layout(f"parallel=fsdp parallel.message_buffers={kind}", on_gpus=True) for kind in ("nccl", "symmetric")),
-    )
+    LAYOUTS += (Layout("parallel=fsdp parallel.separate_reduce_scatter=true parallel.reduce_scatter_buffers=2"),)
 
 
 def layouts(session: Session, launcher: Launcher, every: Sequence[Layout], model: str, batch: int) -> None:
@@ -119,7 +114,7 @@ def layouts(session: Session, launcher: Launcher, every: Sequence[Layout], model
     alone = replace(session, launcher=TRAIN[:1])
     reference = alone.reference(f"{launcher.name} single", *training, "parallel=single", f"train.micro_batch={batch}")
     for layout in every:
-        if layout.ranks <= launcher.ranks and (session.device == "cuda" or not layout.on_gpus):
+        if layout.ranks <= launcher.ranks:
             words = (*launcher.words, *training, *layout.words.split())
             name = f"{launcher.name} {layout.words.replace('parallel', '', 1).lstrip('=')}"
             session.follows(name, reference, TOLERANCE, *words)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.terminal import echo
+from ptdbench.problems import ConfigError, Problem, at_least, require
+from ptdbench.terminal import echo, width
 
 if TYPE_CHECKING:
     from ptdbench.run.program import Request
@@ -54,8 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         echo(files.as_text(run.written))
         return status
-    width = shutil.get_terminal_size((110, 24)).columns
-    lines = [virtual.of_program(run, width), *virtual.largest(Path(run.directory))]
+    lines = [virtual.of_program(run, width()), *virtual.largest(Path(run.directory))]
     echo("\n".join(["", *lines]), sys.stderr if status else None)
     return status
 
@@ -68,13 +66,12 @@ def _request(arguments: argparse.Namespace) -> Request:
     from ptdbench.virtual.machine import MOST_GPUS
 
     name, count = re.fullmatch(r"(.+?)(?:x(\d+))?", arguments.gpu).groups()  # type: ignore[union-attr]
-    number, memory = int(count or 1), None
+    number, memory, given = int(count or 1), None, {"--steps": arguments.steps, "--nodes": arguments.nodes}
     if not 1 <= number <= MOST_GPUS:
         require(Problem("GPU", arguments.gpu, f"torch is compiled for 1 to {MOST_GPUS} GPUs of a node"))
     if not arguments.program:
         require(Problem("COMMAND", "(none)", "there is no program", f"try {arguments.gpu} -- python train.py"))
-    if arguments.steps is not None and arguments.steps < 1:
-        require(Problem("--steps", arguments.steps, "must be at least 1"))
+    require(*at_least(1, **{option: value for option, value in given.items() if value is not None}))
     try:
         memory = size_of(arguments.memory) if arguments.memory else None
     except ValueError:
@@ -82,8 +79,6 @@ def _request(arguments: argparse.Namespace) -> Request:
     gpu = gpus.load(name)
     if memory is not None and memory <= gpu.context:
         require(Problem("--memory", arguments.memory, f"the CUDA context takes {gpu.context} bytes of it"))
-    if arguments.nodes is not None and arguments.nodes < 1:
-        require(Problem("--nodes", arguments.nodes, "must be at least 1"))
     nodes = arguments.nodes or (1 if arguments.ranks else None)
     ranks = _ranks(arguments.ranks, (nodes or 1) * number) if arguments.ranks else None
     if nodes and Path(arguments.program[0]).name in _LAUNCHERS:
@@ -117,6 +112,6 @@ def _list(program: Sequence[str]) -> int:
         (name, gpu.name, gib_text(gpu.memory), gpu.source) for name, gpu in ((n, gpus.load(n)) for n in gpus.names())
     ]
     words = ["GPU", "as torch names it", "memory", "sources"]
-    echo(drawn(words, rows, shutil.get_terminal_size((110, 24)).columns, words=words))
+    echo(drawn(words, rows, width(), words=words))
     echo("memory: as torch reports it, in a device's properties or when memory runs out; conf/virtual has each figure")
     return 0

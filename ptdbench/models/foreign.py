@@ -182,7 +182,7 @@ class Adapted(nn.Module):
         if self._method("parts") or not self._stages:
             return None
         start = [*self._stages.parts(self.module, PREFIX)].index(names[0])
-        return self._stages.runner(self.module, range(start, start + len(names)), self._run, PREFIX)
+        return Runner(self._stages, self.module, range(start, start + len(names)), self._run, PREFIX)
 
     @cached_property
     def _stages(self) -> Stages | None:
@@ -192,7 +192,7 @@ class Adapted(nn.Module):
             self.unsplit = str(reason), reason.remedy
             return None
 
-    def _call(self, module: nn.Module, inputs: Any, **options: Tensor) -> Any:
+    def _call(self, module: nn.Module, inputs: Any, **options: Any) -> Any:
         options |= self._options
         if self._input_name and isinstance(inputs, Tensor):
             inputs = {self._input_name: inputs}
@@ -218,8 +218,8 @@ class Adapted(nn.Module):
             return outputs
         if outputs.is_floating_point():
             outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        loss = getattr(self.module, "loss", default_loss)
-        return _scalar(loss(outputs, targets))
+        criterion = getattr(self.module, "loss", default_loss)
+        return _scalar(criterion(outputs, targets))
 
     def roles(self) -> dict[str, Role]:
         """Return the roles that the module names."""

@@ -170,15 +170,6 @@ class Stages:
             names[0]: Piece({prefix + name: self._member(module, name) for name in names}) for names in self._pieces
         }
 
-    def sent(self, place: int) -> int:
-        """Return the number of elements that piece number ``place`` passes on for a sample."""
-        tape, starts = self._tapes[True], self._starts[True]
-        return sum(tape.like(value).numel(1) for value in tape.crossing(starts[place + 1]))
-
-    def runner(self, module: nn.Module, places: range, run: Run, prefix: str) -> Runner:
-        """Return a function that runs the pieces with these numbers; see :class:`Runner`."""
-        return Runner(self, module, places, run, prefix)
-
     def pass_of(self, mode: bool, places: range, arrived: Sequence[Tensor], samples: int, device: torch.device) -> Pass:
         """Return a pass that computes the pieces with these numbers."""
         starts = [*self._starts[mode], None]
@@ -220,7 +211,8 @@ class Stages:
                 loss = shell.run(recorder, weights, device, lambda: run(shell.module, *batch))  # noqa: B023
                 ends = recorder.values(loss)
             passes.append(recorder)
-        return combined(*passes, ends, _SAMPLES)
+        few, many = passes
+        return combined(few, many, ends, _SAMPLES)
 
     def _divide(self, module: nn.Module) -> None:
         """Set the members of each piece, as short as possible, and the first event of each in both modes."""
@@ -282,21 +274,21 @@ class Stages:
         root = torch.zeros((), requires_grad=True)
 
         def computed(places: range, arrived: Sequence[Tensor]) -> Any:
-            shell, absent = self.shell(module), self.weights(module, range(0), module, "")
-            within = self.pass_of(False, places, arrived, samples, device)
+            shell, within = self.shell(module), self.pass_of(False, places, arrived, samples, device)
             shell.compute = partial(_stub, self._tapes[False], within, root)
             here = {name for place in places for name in self._pieces[place]}
-            held = {name: weight if name in here else absent[name] for name, weight in weights.items()}
+            absent = self.weights(module, range(0), module, "")
             with torch.enable_grad():
+                held = absent | {name: weight for name, weight in weights.items() if name in here}
                 return shell.run(within, held, device, lambda: run(shell.module, *batch))
 
         every = range(len(self._pieces))
-        expected, arrived = computed(every, []), []
+        expected, arrived = computed(every, []), list[Tensor]()
         for place in every:
             try:
                 result = computed(range(place, place + 1), arrived)
             except Stopped as stopped:
-                arrived = stopped.values
+                arrived = [*stopped.values]
         losses = [expected, result]
         slopes = [torch.autograd.grad(loss, root)[0] if loss.requires_grad else torch.zeros(()) for loss in losses]
         if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in (losses, slopes)):
@@ -343,12 +335,12 @@ class Loose(nn.Module):
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
-        self.__dict__ |= {"owner": owner, "name": name}
+        self.__dict__["read"] = partial(getattr, owner, name)
 
     @property
     def weight(self) -> nn.Parameter:
         """The weight."""
-        weight = getattr(self.owner, self.name)
+        weight = self.__dict__["read"]()
         assert isinstance(weight, nn.Parameter)
         return weight
 

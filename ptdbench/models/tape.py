@@ -6,7 +6,7 @@ module's code is rewritten: control flow, sizes and modes are those of the pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,10 +40,6 @@ class Like:
         dtype = dtype if self.dtype == torch.float32 else self.dtype
         shape = [constant + factor * samples for constant, factor in self.sizes]
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
-
-    def numel(self, samples: int) -> int:
-        """Return the number of elements."""
-        return torch.Size([constant + factor * samples for constant, factor in self.sizes]).numel()
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ class Recorder(Pass):
         names: Names of weights by tensor.
     """
 
-    def __init__(self, names: dict[Tensor, str]) -> None:
+    def __init__(self, names: Mapping[Any, str]) -> None:
         super().__init__()
         self.events: list[Event] = []
         self._values: dict[int, Value] = {}
@@ -236,7 +232,7 @@ class Replay(Pass):
         for value in self._departing.keys() & self._arriving.keys():
             self._departing[value] = self._arriving[value]
         dtypes = [tensor.dtype for tensor in arriving if tensor.is_floating_point()]
-        self._empty = {"samples": samples, "dtype": next(iter(dtypes), torch.float32), "device": device}
+        self._empty = samples, next(iter(dtypes), torch.float32), device
 
     def event(self, what: Any, run: Callable[[], Any], leaves: Sequence[Any]) -> Any:
         """Compute the event, or return what stands for its result; raise Stopped at the last one."""
@@ -267,7 +263,7 @@ class Replay(Pass):
             return self._arriving[value]
         if isinstance(like, Same):
             return leaves[like.place]
-        return like.empty(**self._empty) if isinstance(like, Like) else like
+        return like.empty(*self._empty) if isinstance(like, Like) else like
 
     def _computed(self, what: Any, run: Callable[[], Any]) -> Any:
         returned = run()

@@ -42,7 +42,8 @@ def failure(module: nn.Module, example: tuple[Any, Tensor]) -> Exception | None:
     for device in ("meta", None):  # code that reads values does not run on the meta device
         try:
             with trial(module):
-                tensors = without_values(module, device) if device else dict(module.named_parameters())
+                tensors: dict[str, Tensor] = {**dict(module.named_parameters())}
+                tensors = without_values(module, device) if device else tensors
                 batch = with_samples(example, 2, device or next(iter(tensors.values())).device, filled=not device)
                 functional_call(module, tensors, batch)
             return None

@@ -37,8 +37,8 @@ OPERATIONS = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "dispatch", "combine", "broadcast", "send", "recv"
 )  # fmt: skip
 
-#: Bytes by formula: exact; minimum and maximum, if it depends on the data; or ``None``, unknown.
-Size = float | tuple[float, float] | None
+#: Bytes by formula; ``None``: unknown.
+Size = float | None
 
 #: Bytes per element of gradients, losses and softmax normalizers.
 _WIDE = 4
@@ -180,38 +180,25 @@ def _of_routers(work: CommModel, routers: Sequence[Router]) -> dict[str, float]:
 def _of_experts(work: CommModel, routers: Sequence[Router]) -> dict[str, Size]:
     """Return the traffic of experts: tokens to their experts and back, their gradients, and counts.
 
-    A rank sends N choices and receives N on average; the larger of the two counts. The maximum is reached when all
-    choices go to as few ranks as hold ``active`` experts: (2 - max(1 / ranks, active / experts)) N, averaged over
-    ranks. With a capacity, the minimum is reached when ``active`` experts are full and all other choices are dropped.
-    Unknown if modules other than our routers send tokens.
+    Unknown unless experts are chosen round-robin by our routers, equally often: otherwise the data decide; and if the
+    backward pass recomputes: the dispatch then runs twice, and the combine, at the end of a layer, possibly not.
     """
-    if len(routers) < len(experts.modules(work.model)):
+    if work.recomputes or len(routers) < len(experts.modules(work.model)):
         return {"dispatch": None, "combine": None}
     layout, dims = work.layout, work.layout.dims
     tokens = work.example[1].numel() // dims.context // dims.tensor  # of a sample, on a rank
     item, passes = DTYPES[work.precision].itemsize, layout.accumulation * layout.microbatches
-    least = most = counts = 0.0
+    sent = counts = 0.0
     for router in routers:
-        choices = tokens * router.active * layout.replica_batch
-        size = router.weight.shape[1] * item
         # Round-robin, all experts get equally many if rounds are whole; a ring splits its positions into two pieces.
         pieces = 2 if dims.context > 1 and work.options.context_method == "ring" else 1
         in_turn = (work.forced or router.forced) and tokens * router.active % (pieces * router.experts) == 0
-        capacity = math.inf if router.capacity is None else router.capacity
-        if in_turn and capacity >= 1:
-            least, most = least + choices * size, most + choices * size
-        else:
-            least += choices * size * min(1.0, capacity * router.active / router.experts)
-            most += choices * size * (2 - max(1 / dims.expert, router.active / router.experts))
+        if not in_turn or (router.capacity is not None and router.capacity < 1):
+            return {"dispatch": None, "combine": None}
+        sent += tokens * router.active * layout.replica_batch * router.weight.shape[1] * item
         counts += 8 * router.experts * passes
-    again = 2 if work.recomputes else 1  # the dispatch runs twice; the combine, at the end of a layer, possibly not
-    low, high = 2 * least / dims.pipeline, (1 + again) * most / dims.pipeline
-    counts, repeated = counts / dims.pipeline, again * counts / dims.pipeline
-
-    def between(low: float, high: float) -> Size:
-        return low if low == high else (low, high)
-
-    return {"dispatch": between(low + counts, high + repeated), "combine": between(low, high)}
+    both = 2 * sent / dims.pipeline
+    return {"dispatch": both + counts / dims.pipeline, "combine": both}
 
 
 def _of_autocast(dims: Dims) -> dict[str, float]:
@@ -288,7 +275,7 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
     """
     module, sequence = module_of(work.model), work.options.sequence
     narrow_sums = sequence and work.is_sharded and DTYPES[work.precision] != torch.float32
-    if work.recomputes or narrow_sums or work.options.async_tensor:
+    if work.recomputes or narrow_sums:
         yield _unknown("all_reduce", "all_gather", "reduce_scatter")
     summands: set[nn.Parameter] = set()
     for name, role in roles_of(work.model).items():

@@ -31,7 +31,6 @@ _DEFAULTS = {field.name: field.default for field in fields(Options)}
 SETTERS = {
     "separate_reduce_scatter": "set_separate_reduce_scatter_group",
     "reduce_scatter_buffers": "set_reduce_scatter_max_input_buffers",
-    "message_buffers": "set_symm_mem_for_comm",
 }
 
 
@@ -41,7 +40,6 @@ def is_settable(option: str) -> bool:
 
 
 _NO_EFFECT = "has no effect under these degrees of parallelism"
-_SYMMETRIC = "needs symmetric memory"
 _1F1B = "parallel.schedule=interleaved1f1b"
 _UNDIVIDED = "try 1, or parallel=ddp,fsdp"
 
@@ -69,8 +67,6 @@ def of_values(options: Options) -> list[Row]:
              f"needs FSDPModule.{setter}, {missing}", f"try {as_typed(_DEFAULTS[option])}")
             for option, setter in SETTERS.items()
         ),
-        (options.message_buffers == "symmetric" and options.reduce_scatter_buffers > 1, "reduce_scatter_buffers",
-         "must be 1 with parallel.message_buffers=symmetric, which has a single buffer", "try 1"),
     ]  # fmt: skip
 
 
@@ -97,8 +93,6 @@ def of_degrees(options: Options) -> list[Row]:
         (not is_one["pipeline"] and is_set["reduce_scatter_each_microbatch"], "reduce_scatter_each_microbatch",
          "has no effect under a pipeline, whose schedule reduces the gradients of a stage after its last micro-batch",
          "try false"),
-        (options.async_tensor and not options.sequence and not is_one["tensor"], "async_tensor",
-         "only overlaps the messages of sequence parallelism", "try false, or parallel.sequence=true"),
         (reshards_to_group and not (is_one["pipeline"] and is_one["tensor"] and is_one["context"]),
          "reshard_after_forward",
          "a group size is not supported with pipeline, tensor or context parallelism", "try true, false"),
@@ -151,8 +145,6 @@ def of_option(options: Options, plan: BatchPlan | None, name: str, value: object
             (value == "whole" and options.shards(dims), "compile",
              "needs a single graph, but sharded weights are gathered between layers",
              "try layers, or parallel=ddp"),
-            (value in (False, "whole") and options.async_tensor, "parallel.async_tensor",
-             f"is done by the compiler per layer, but compile={str(value).lower()}", "try false, or compile=layers"),
             (value and splits, "compile", f"makes the backward pass one graph, but {options.schedule} splits it",
              f"try false, or {_1F1B}"),
         ],
@@ -168,18 +160,6 @@ def of_option(options: Options, plan: BatchPlan | None, name: str, value: object
             (value == "optimizer_and_weights" and not (options.applies("shard", dims) or options.gathers_weights(dims)),
              "offload", "needs sharded weights, but these degrees of parallelism shard none",
              f"try {options.rows()['shard'].preset}"),
-        ],
-        "backend": [
-            ("nccl" not in str(value) and options.message_buffers != "caching", "parallel.message_buffers",
-             f"needs memory allocated by NCCL, but the backend is {value}", "try caching"),
-            ("nccl" not in str(value) and options.async_tensor, "parallel.async_tensor",
-             f"{_SYMMETRIC}, but the backend is {value}", "try false"),
-        ],
-        "virtual": [
-            (value and options.message_buffers == "symmetric", "parallel.message_buffers",
-             f"{_SYMMETRIC}, which virtual GPUs do not have", "try caching, nccl"),
-            (value and options.async_tensor, "parallel.async_tensor",
-             f"{_SYMMETRIC}, which virtual GPUs do not have", "try false"),
         ],
         "optimizer": [
             (_unsharded(value) and (options.shards(dims) or dims.tensor > 1), "optimizer._target_",

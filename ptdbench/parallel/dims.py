@@ -59,7 +59,7 @@ class Degrees(Generic[T]):
         divides=("samples", "weights"), place=2, derived=2, preset="parallel=fsdp,hsdp",
         options=(
             "reshard_after_forward", "reshard_between_microbatches", "reduce_scatter_each_microbatch", "prefetch",
-            "separate_reduce_scatter", "reduce_scatter_buffers", "message_buffers",
+            "separate_reduce_scatter", "reduce_scatter_buffers",
         ),
     )  # fmt: skip
     context: T = degree(
@@ -68,7 +68,7 @@ class Degrees(Generic[T]):
     )  # fmt: skip
     tensor: T = degree(
         "Ranks that split each matrix product.", "t", "tp", divides=("products",), place=4, derived=1,
-        preset="parallel=tp,3d", options=("sequence", "async_tensor"),
+        preset="parallel=tp,3d", options=("sequence",),
     )  # fmt: skip
     # Stages are inside replicas, so that activations stay within a node.
     pipeline: T = degree(

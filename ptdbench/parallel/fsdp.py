@@ -169,17 +169,11 @@ def _prefetch(groups: Sequence[FSDPModule], freed: Collection[FSDPModule], optio
 
 
 def _choose_messages(module: nn.Module, options: Options) -> None:
-    root, *others = (part for part in module.modules() if isinstance(part, FSDPModule))
+    root = next(part for part in module.modules() if isinstance(part, FSDPModule))
     if options.separate_reduce_scatter:
         root.set_separate_reduce_scatter_group()
     if options.reduce_scatter_buffers > 1:
         root.set_reduce_scatter_max_input_buffers(options.reduce_scatter_buffers)
-    for part in (root, *others) if options.message_buffers != "caching" else ():
-        part.set_force_sum_reduction_for_comms(True)  # zero-copy NCCL supports sums only
-        if options.message_buffers == "nccl":
-            part.set_allocate_memory_from_process_group_for_comm(True)
-        else:
-            part.set_symm_mem_for_comm()
 
 
 def _reshard(module: nn.Module) -> None:

@@ -32,11 +32,9 @@ class Options(Degrees[Size]):
     prefetch: int = 1
     separate_reduce_scatter: bool = False
     reduce_scatter_buffers: int = 1
-    message_buffers: Literal["caching", "nccl", "symmetric"] = "caching"
     gradients: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     context_method: Method = "ulysses"
     sequence: bool = False
-    async_tensor: bool = False
     schedule: str = "1f1b"
     stages_per_rank: int | Literal["auto"] = "auto"
     microbatches: int | Literal["auto"] = "auto"

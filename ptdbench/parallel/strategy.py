@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ptdbench.models.protocol import Model, module_of
-from ptdbench.parallel import conflicts, context, experts, pipeline_stages, tensor
+from ptdbench.parallel import conflicts, context, experts, pipeline_stages
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.compile import start_afresh
@@ -93,8 +93,6 @@ class Strategy(Options):
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""
         start_afresh(setting.compile)
-        if setting.compile:
-            tensor.overlap(setting.mesh["tp"] if self.async_tensor else None)
         choose_convolutions(module_of(model), setting.device)
         engine: Engine
         if self.applies("pipeline", setting.layout.dims):

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group, is_symm_mem_enabled_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -81,18 +80,6 @@ def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: 
 
 def _whole(_module: nn.Module, _arguments: Any, output: Any) -> Any:
     return output.full_tensor() if isinstance(output, DTensor) else output
-
-
-def overlap(mesh: DeviceMesh | None) -> None:
-    """Let the compiler overlap messages of a mesh with the adjacent products, both in pieces (Wang et al. 2023).
-
-    Without a mesh nothing is overlapped, whatever a previous run has set.
-    """
-    from torch._inductor import config  # takes a second, which only runs that compile should spend
-
-    config._micro_pipeline_tp = mesh is not None
-    if mesh and not is_symm_mem_enabled_for_group(name := mesh.get_group().group_name):  # as it is from 2.15 on
-        enable_symm_mem_for_group(name)
 
 
 def placed(meta: Tensor, values: Tensor) -> Tensor:

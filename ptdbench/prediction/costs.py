@@ -124,7 +124,9 @@ class Costs:
         return KERNEL + slower * flops / (share * self.device.peaks["bf16"])
 
     def message(self, operation: str, ranks: int, size: int) -> float:
-        """Return the seconds of a message among the ranks of a node: its size in bytes is that of the larger side."""
+        """Return the seconds of a message among ranks of a node, by the bytes of its larger side; raises NoCosts."""
+        if not self.device.link:
+            raise NoCosts(f"no costs of messages of {self.device.name} without NVLink")
         if operation in ("send", "recv"):
             return 2 * CALL + size / (_LINK * self.device.link)
         of = [

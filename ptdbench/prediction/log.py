@@ -121,11 +121,10 @@ class Log:
 
     def save(self, path: Path) -> None:
         """Write the log as one compressed file."""
-        texts = json.dumps({"version": VERSION, "names": [*self.names], "facts": {**self.facts}})
+        arrays: dict[str, Any] = {name: self.records[name] for name in RECORD.names or ()}
+        arrays["texts"] = json.dumps({"version": VERSION, "names": [*self.names], "facts": {**self.facts}})
         with path.open("wb") as file:
-            np.savez_compressed(
-                file, texts=np.array(texts), **{name: self.records[name] for name in RECORD.names or ()}
-            )
+            np.savez_compressed(file, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> Log:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,12 @@ def _labels(step: Prediction) -> Iterator[dict[str, Any]]:
     """Yield the labels of the step and its parts: autograd's threads compute backward passes."""
     threads, hosts = step.step.threads, step.timeline.hosts
     main, first = threads[0], hosts[0] - step.step.actions[0].host
-    label = {"kind": "user_annotation", "process": _HOST, "thread": main}
-    yield _event(f"{trace.STEP}0", start=0.0, end=step.seconds, **label)
+    label = partial(_event, kind="user_annotation", process=_HOST, thread=main)
+    yield label(f"{trace.STEP}0", start=0.0, end=step.seconds)
     last = max((place for place, thread in enumerate(threads) if thread != main), default=-1)
     done = hosts[last] if last >= 0 else first
-    yield _event(trace.GRADIENTS, start=first, end=done, **label)
-    yield _event(trace.UPDATE, start=done, end=hosts[-1], **label)
+    yield label(trace.GRADIENTS, start=first, end=done)
+    yield label(trace.UPDATE, start=done, end=hosts[-1])
     before = first
     for is_main, block in groupby(range(len(threads)), lambda place: threads[place] == main):
         end = hosts[[*block][-1]]
@@ -83,7 +84,7 @@ def _work(step: Prediction) -> Iterator[dict[str, Any]]:
             continue
         asked = line.hosts[place]
         yield _event("cudaLaunchKernel", "cuda_runtime", _HOST, of.threads[place], asked, asked, correlation=place)
-        name, facts = of.names[place], {"correlation": place, "stream": action.stream, "bytes": of.sizes[place]}
+        name, facts = of.names[place], dict[str, Any](correlation=place, stream=action.stream, bytes=of.sizes[place])
         if action.kind == Kind.MESSAGE:
             facts |= {"Collective name": of.operations[place], "In msg nelems": of.sizes[place], "dtype": "char"}
         kind = _KINDS.get(name, "kernel")

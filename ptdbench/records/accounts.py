@@ -29,6 +29,7 @@ def merged(accounts: Sequence[Virtual], stands_for: Mapping[int, int] | None = N
         device=first.device,
         ranks=[*chain(*ranks)],
         context_bytes=first.context_bytes,
+        first_step=None,
         **{name: _joined(getattr(account, name) for account in accounts) for name in _OF_RANKS},
         kernels={kind: [*chain(*(_kernels(account, kind) for account in accounts))] for kind in kinds},
         messages={operation: _mean(operation, accounts, counts) for operation in operations},

@@ -124,8 +124,6 @@ class Communication(Struct):
     exposed_seconds: Amount
     #: What ``bytes`` should be for this layout, without messages of a single number; null if no exact formula is known.
     formula_bytes: Amount | None = None
-    #: The minimum and maximum of ``bytes`` if the size depends on the data; otherwise null.
-    formula_range: list[Amount] | None = None
     #: Predicted seconds of ``calls`` with ``bytes``, from the line that ``workload=collectives`` last fitted on these
     #: ranks with this backend and torch; null if there is none, or the operation does not involve all ranks.
     fit_seconds: Amount | None = None
@@ -202,6 +200,15 @@ class Messages(Struct):
     formula_bytes: Amount | None = None  #: What ``bytes`` should be for this layout; null if no exact formula is known.
 
 
+class FirstStep(Struct):
+    """What ranks did until the end of a program's first step; each list has one number for each rank."""
+
+    allocated_bytes: list[Count] | None = None  #: Peak memory allocated by PyTorch until then.
+    kernels: dict[str, list[Count]] | None = None  #: Kernels by kind.
+    flops: list[Count] | None = None  #: FLOPs of matrix products.
+    messages: dict[str, Messages] | None = None  #: Messages by operation.
+
+
 class Virtual(Struct):
     """Results of a run on virtual GPUs. These compute nothing, so times, rates and losses are unknown.
 
@@ -229,6 +236,8 @@ class Virtual(Struct):
     kernels: dict[str, list[Count]] | None = None
     flops: list[Count] | None = None  #: FLOPs of a step's matrix products; of a program of one's own.
     messages: dict[str, Messages] | None = None  #: The messages of a step by operation.
+    #: The first step, which also warms up; the fields above are of the last one. Of a program of one's own.
+    first_step: FirstStep | None = None
     reason: str | None = None  #: Why kernels and messages are unknown.
 
 

@@ -266,15 +266,10 @@ def unlock(directory: Path) -> None:
     os.close(_LOCKED.pop(directory.resolve()))
 
 
-@contextmanager
-def unlocking() -> Iterator[None]:
-    """Unlock the directories that were locked within the context at its end."""
-    before = {*_LOCKED}
-    try:
-        yield
-    finally:
-        for directory in _LOCKED.keys() - before:
-            unlock(directory)
+def unlock_all() -> None:
+    """Release the locks of all directories that this process has locked."""
+    for directory in [*_LOCKED]:
+        unlock(directory)
 
 
 def try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:

@@ -199,10 +199,8 @@ _EXPECTED = ("by formula", "by fit")
 
 
 def _figures(sent: Communication) -> dict[str, str]:
-    """Return the figures as text; by formula also a range such as ``1.57-2.36``."""
-    texts = {heading: figure_text(figure(sent), three_digits) for heading, (figure, _) in _FIGURES.items()}
-    ends = "-".join(three_digits(size / 1e6) for size in sent.formula_range or [])
-    return texts | ({"by formula": ends} if ends else {})
+    """Return the figures as text."""
+    return {heading: figure_text(figure(sent), three_digits) for heading, (figure, _) in _FIGURES.items()}
 
 
 def _operations(records: Mapping[str, RunRecord], width: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Virtual runs and plans in tables and lines: they have no times, and no rank in an order."""
+"""Virtual runs and plans in tables and lines: virtual runs have no times, and plans predicted ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ptdbench.problems import in_shell
 from ptdbench.profiling import snapshots
 from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.run_record import RunRecord
-from ptdbench.records.schema import Plan, Virtual
+from ptdbench.records.schema import FirstStep, Messages, Plan, Virtual
 from ptdbench.report.text import drawn, figure_text, wrap
 from ptdbench.terminal import command, plain, plural, rank_names
 from ptdbench.units import gib_text, memory_text, size_text, three_digits
@@ -85,6 +85,11 @@ def answer(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
     sizes = {name: size for name, run in named if run.kind == "virtual" and (size := run.metrics.peak_memory_bytes)}
     if least := min(sizes, key=sizes.__getitem__, default=None):
         yield f"Least memory: {least}, {memory_text(sizes[least])} on its largest rank; virtual runs have no times"
+    called = {id(run): name for name, run in named if run.predicted.step_seconds}
+    first = [place for place in predictions.rank([run for _, run in named if id(run) in called]) if not place.faster]
+    if len(called) > 1:
+        leaders = spoken([called[id(place.alternative.runs[0])] for place in first])
+        yield f"Predicted, not measured: {leaders} may be the fastest of {len(called)}"
     plans = [(name, run.plan) for name, run in named if run.kind == "planned"]
     for fits, words in ((True, "Fits in memory"), (False, "Does not fit")):
         if some := [(name, plan.largest_micro_batch) for name, plan in plans if plan.fits is fits]:
@@ -178,7 +183,8 @@ def explained(record: RunRecord, called: str, width: int) -> str:
     virtual, ranks, size = record.virtual, record.virtual.ranks or [], record.world_size
     present_passes, passes = record.plan.accumulation, record.layout.accumulation
     of_some = present_passes and passes and present_passes < passes
-    step = f"{present_passes} of {passes} passes of a step" if of_some else "a step"
+    step = "the last step" if virtual.first_step else "a step"
+    step = f"{present_passes} of {passes} passes of a step" if of_some else step
     present = (
         ("all " * (size != 1) + plural(size or 0, "rank")) if len(ranks) == size else f"{rank_names(ranks)} of {size}"
     )
@@ -186,7 +192,10 @@ def explained(record: RunRecord, called: str, width: int) -> str:
     if virtual.reason:
         lines.append(wrap(f"no kernels and no messages: {virtual.reason}", width))
     else:
-        lines += [*_kernels(virtual, step, width), *_messages(virtual, step, width)]
+        lines += _kernels(virtual, step, ranks, width)
+        if first := virtual.first_step:
+            lines += _kernels(first, "the first step", ranks, width)
+        lines += _messages(virtual, step, width)
     lines += [*_predicted(record, width), *(wrap(line, width) for line in _of_models([record]))]
     if hosts := virtual.host_seconds:
         launched = f"the host launched {step} in {1e3 * max(hosts):.0f} ms, beside the other ranks on this machine"
@@ -213,7 +222,7 @@ def of_program(record: RunRecord, width: int) -> str:
     lines = [wrap(f"error: {record.error.message}", width)] if record.status != "ok" else []
     if not record.virtual.ranks:
         none = "no process used a GPU: a program that torch does not run on GPUs has nothing to show"
-        return "\n".join([*lines, wrap(none, width)])
+        return "\n".join([*lines, *([] if lines and record.world_size else [wrap(none, width)])])
     command = shlex.join(record.option("program.command", list[str]) or [])
     steps = record.steps or 0
     taken = f"{steps} steps" if steps else "no step was found: kernels and messages are those of the whole program"
@@ -241,6 +250,7 @@ def _memory(record: RunRecord, width: int) -> Iterator[str]:
         "rank": map(str, virtual.ranks or []),
         "allocated": map(size_text, virtual.allocated_bytes or []),
         **({"in step": map(str, virtual.peak_steps)} if virtual.peak_steps else {}),
+        **({"first step": map(size_text, virtual.first_step.allocated_bytes or [])} if virtual.first_step else {}),
         "reserved": map(size_text, virtual.reserved_bytes or []),
         **({"outside": map(size_text, virtual.outside_bytes)} if virtual.outside_bytes else {}),
         **({"TFLOP": (f"{flops / 1e12:,.3f}" for flops in virtual.flops)} if virtual.flops else {}),
@@ -254,20 +264,23 @@ def _memory(record: RunRecord, width: int) -> Iterator[str]:
     yield wrap(f"allocated: the tensors at their peak; {reserved}; {on_top}", width)
 
 
-def _kernels(virtual: Virtual, step: str, width: int) -> Iterator[str]:
+def _kernels(virtual: Virtual | FirstStep, step: str, ranks: Sequence[int], width: int) -> Iterator[str]:
     kernels = virtual.kernels or {}
     totals = [sum(counts) for counts in zip(*kernels.values(), strict=True)]
     of_first = ", ".join(f"{counts[0]:,} {kind}" for kind, counts in kernels.items() if counts[0])
-    if totals and virtual.ranks:
-        yield wrap(f"{totals[0]:,} kernels in {step} on rank {virtual.ranks[0]}: {of_first}", width)
+    if totals and ranks:
+        yield wrap(f"{totals[0]:,} kernels in {step} on rank {ranks[0]}: {of_first}", width)
 
 
 def _messages(virtual: Virtual, step: str, width: int) -> Iterator[str]:
-    rows = [
-        [operation, *(figure_text(figure, "{:,.0f}".format) for figure in astuple(sent))]
-        for operation, sent in (virtual.messages or {}).items()
-    ]
+    sent, note, title = virtual.messages or {}, "by formula: expected bytes", f"messages of {step}"
+    rows, headings = {name: [*astuple(messages)] for name, messages in sent.items()}, ["calls", "bytes", "by formula"]
+    if first := virtual.first_step:
+        first_sent, none = first.messages or {}, Messages(0, 0)
+        both = {name: (sent.get(name, none), first_sent.get(name, none)) for name in (*sent, *first_sent)}
+        rows = {name: [of.calls, of.bytes, of_first.calls, of_first.bytes] for name, (of, of_first) in both.items()}
+        headings, note = ["calls", "bytes", "of the first: calls", "bytes"], ""
     if rows:
-        title = f"messages of {step}"
-        yield drawn([title, "calls", "bytes", "by formula"], rows, width, words=[title])
-        yield wrap("means over ranks; bytes: sent, or received if more; by formula: expected bytes", width)
+        texts = [[name, *(figure_text(figure, "{:,.0f}".format) for figure in row)] for name, row in rows.items()]
+        yield drawn([title, *headings], texts, width, words=[title])
+        yield wrap("; ".join(filter(None, ["means over ranks; bytes: sent, or received if more", note])), width)

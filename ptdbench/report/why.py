@@ -154,11 +154,9 @@ def against_first(groups: Sequence[Mapping[str, RunRecord]]) -> list[str]:
 
 def _unlike(sent: Communication) -> str:
     """Return the bytes by formula as text if the traffic deviates, else an empty text."""
-    exact, ends = sent.formula_bytes, sent.formula_range or []
+    exact = sent.formula_bytes
     if exact is not None and abs(sent.bytes - exact) > max(_AS_FORMULA * exact, _SINGLE_NUMBERS):
         return bytes_text(exact)
-    if len(ends) == 2 and not ends[0] <= sent.bytes <= ends[1]:
-        return " to ".join(map(bytes_text, ends))
     return ""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from ptdbench.profiling.kernels import kernel_kind
 from ptdbench.records import accounts, record, schema, store
 from ptdbench.records.run_record import RunRecord, typed
-from ptdbench.records.schema import Messages, Virtual
+from ptdbench.records.schema import FirstStep, Messages, Virtual
 from ptdbench.virtual import program
 from ptdbench.virtual.device import Device
 from ptdbench.virtual.machine import Machine
@@ -104,7 +104,11 @@ def _options(request: Request) -> Iterator[str]:
 
 def _results(request: Request, ended: program.Ended) -> dict[str, Any]:
     """Return the fields of the record that are known once the program has ended."""
-    of_ranks = [*_of_processes(request.machine, ended.reports)]
+    of_ranks = [*_of_processes(request.machine, ended.reports, "step")]
+    virtual = accounts.merged(of_ranks) if of_ranks else None
+    if virtual and any(report["steps"] > 1 for report in ended.reports):
+        first = accounts.merged([*_of_processes(request.machine, ended.reports, "first")])
+        virtual.first_step = FirstStep(first.allocated_bytes, first.kernels, first.flops, first.messages)
     needed = [report["out_of_memory"] for report in ended.reports if "out_of_memory" in report]
     status = "ok" if ended.status == 0 else "oom" if needed else "failed"
     message = f"ended with exit status {ended.status}"
@@ -113,25 +117,29 @@ def _results(request: Request, ended: program.Ended) -> dict[str, Any]:
     failed = schema.NO_ERROR | {"type": "ExitStatus", "message": message}
     return {
         "status": status,
-        "world_size": request.nodes * request.count if request.nodes else len(of_ranks) or None,
+        "world_size": request.nodes * request.count if request.nodes else len(of_ranks) or len(ended.reports) or None,
         "steps": max((report["steps"] for report in ended.reports), default=0),
-        "virtual": accounts.merged(of_ranks) if of_ranks else None,
+        "virtual": virtual,
         "error": None if status == "ok" else failed,
     }
 
 
-def _of_processes(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> Iterator[Virtual]:
-    """Yield an account of each device of each process, the process's kernels and messages with its first one."""
+def _of_processes(machine: Machine, reports: Sequence[Mapping[str, Any]], which: str) -> Iterator[Virtual]:
+    """Yield an account of each device of each process, the process's kernels and messages with its first one.
+
+    They are those of the last or first step, as ``which`` says: ``step``, ``first``; of a process without steps, all.
+    """
     for place, report in enumerate(reports):
-        step = report.get("step") or report.get("total") or {}
-        for device in report["devices"].values():
+        step = report.get(which) or report.get("total") or {}
+        peaks = step.get("allocated", {})
+        for number, device in report["devices"].items():
             kernels, messages = Counter[str](), step.get("calls", {})
             for name, count in step.get("kernels", {}).items():
                 kernels[kernel_kind(name)] += count
             yield Virtual(
                 device=machine.gpu_name,
                 ranks=[report["rank"] if report["rank"] >= 0 else place],
-                allocated_bytes=[device.get("allocated", 0)],
+                allocated_bytes=[peaks.get(number, device.get("allocated", 0))],
                 peak_steps=[device.get("allocated_step", 0)] if report["steps"] else None,
                 reserved_bytes=[device.get("reserved", 0)],
                 outside_bytes=[device["used"] - device.get("reserved", 0)],

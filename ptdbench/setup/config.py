@@ -272,10 +272,9 @@ class Config:
         if not isinstance(target, str) or target == MISSING:
             rule = "must name a class or a function, as in my_package.MyModel"
             raise ConfigError([Problem(f"{group}._target_", target, rule)])
-        module, _, within = target.partition(".")
-        if module == "__main__":
+        if target.startswith("__main__."):
             rule = "is defined in the program or the notebook itself, which ranks do not import"
-            remedy = f"move it to my_module.py, and try my_module.{within}"
+            remedy = f"move it to my_module.py, and try my_module.{target.removeprefix('__main__.')}"
             raise ConfigError([Problem(f"{group}._target_", target, rule, remedy)])
         options = {option: value for option, value in written.items() if option not in OF_CHOICE}
         require(*_unset(group, options))

@@ -139,7 +139,6 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         found.catch(lambda: require(*_unclassified(config, trained)))
         found.catch(_check_fp8, config, trained)
         found.catch(trained.check_backend, backend, device_type)
-        found.catch(trained.strategy.check_option, "virtual", virtual is not None, trained.layout)
     if workload and size:
         found.catch(workload.check, size, device_type, backend)
     found.close()

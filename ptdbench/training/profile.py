@@ -83,11 +83,7 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected
         return None
     breakdown = scaled(of_ranks, timed)
     for operation, sent in (breakdown.communication or {}).items():
-        size = expected.volume.get(operation)
-        if isinstance(size, tuple):
-            sent.formula_range = [*size]
-        else:
-            sent.formula_bytes = size
+        sent.formula_bytes = expected.volume.get(operation)
         sent.fit_seconds = _fit_seconds(job, operation, sent.calls, sent.bytes)
     breakdown.stages = traces.stages(job)
     breakdown.bubble_formula = _bubble(job)

@@ -38,8 +38,7 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> Virtual | N
         return None
     of_all = merged([of_ranks[rank] for rank in present(job)])
     for operation, sent in (of_all.messages or {}).items():
-        size = volume.get(operation)
-        sent.formula_bytes = None if isinstance(size, tuple) else size
+        sent.formula_bytes = volume.get(operation)
     return of_all
 
 

@@ -143,8 +143,7 @@ static bool read_functor(const char *functor, struct family *f) {
         f->sizes[2] = size_named(argument(any, 1));
         return f->tensors == (binary ? 3 : 2);
     }
-    const char *same = after(functor, "Functor_add<"), *compared = after(functor, "CompareFunctor<");
-    same = same ? same : after(functor, "FunctorOnSelf_add<");
+    const char *same = after(functor, "_add<"), *compared = after(functor, "CompareFunctor<");
     same = same ? same : after(functor, "FillFunctor<");
     compared = compared ? compared : after(functor, "CompareEqFunctor<");
     for (int t = 0; (same || compared) && t < f->tensors; t++) f->sizes[t] = size_named(same ? same : compared);
@@ -164,28 +163,25 @@ static bool read_functor(const char *functor, struct family *f) {
     return true;
 }
 
+/* Tensors of a functor that a closure calls: the result and its arguments, of which a lambda names the types. */
+static int tensors_of(const char *functor) {
+    const char *end = strstr(functor, ">(at::TensorIteratorBase&"), *at = lambda_behind(functor, "");
+    int arguments = strstr(functor, "UnaryFunctor<") || strstr(functor, "FunctorOn") ? 1 : 2;
+    if (strstr(functor, "FillFunctor<")) return 1;
+    if (at && at < end) arguments = 0;
+    for (; at && at < end; at = next_argument(at)) arguments++;
+    return arguments + 1;
+}
+
 static void read_elementwise(const char *name, struct family *f) {
     const char *strided = after(name, "gpu_kernel_impl_nocast<"), *casting = after(name, "gpu_kernel_impl<");
-    const char *functor = strided ? strided : casting ? casting : next_argument(after(name, "elementwise_kernel<"));
-    const char *count = after(name, "std::array<char*, "), *end = count;
-    if (strided || casting) {
-        /* the parameters' offset calculators do not name the tensors: the functor does */
-        end = strstr(functor, ">(at::TensorIteratorBase&");
-        const char *at = lambda_behind(functor, "");
-        int arguments = at && at < end ? 0 : -1;
-        for (; at && arguments >= 0 && at < end; at = next_argument(at)) arguments++;
-        f->tensors = arguments >= 0                                              ? arguments + 1
-                     : strstr(functor, "UnaryFunctor<") || strstr(functor, "OnSelf") ? 2
-                     : strstr(functor, "FillFunctor<")                              ? 1
-                                                                                 : 3;
-    } else {
-        f->tensors = count ? atoi(count) : 0;
-    }
-    if (strstr(name, "unrolled_elementwise_kernel<")) functor = after(name, "unrolled_elementwise_kernel<");
+    const char *unrolled = after(name, "unrolled_elementwise_kernel<"), *count = after(name, "std::array<char*, ");
+    const char *functor = unrolled ? unrolled : next_argument(after(name, "elementwise_kernel<"));
+    bool calls = strided || casting;
+    if (calls) functor = strided ? strided : casting;
+    f->tensors = calls ? tensors_of(functor) : count ? atoi(count) : 0;
     if (f->tensors < 1 || f->tensors > MOST_TENSORS || !functor) return;
-    f->bytes = strided || casting                ? bytes_strided
-               : strstr(name, "LoadWithCast<") ? bytes_casting
-                                               : bytes_contiguous;
+    f->bytes = calls ? bytes_strided : strstr(name, "LoadWithCast<") ? bytes_casting : bytes_contiguous;
     f->numbers[0] = casting && !strided;
     f->is_known = read_functor(functor, f);
     for (int t = 0; t < f->tensors; t++) {

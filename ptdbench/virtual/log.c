@@ -79,6 +79,7 @@ static void write_record(struct record r, const char *name) {
         r.operators = mine.operators < UINT16_MAX ? mine.operators : UINT16_MAX, r.device = current_device();
         fwrite(&r, sizeof r, 1, file);
         if (++count == MOST_RECORDS) fprintf(stderr, "virtual GPU: the log ends here, after %zu records\n", count);
+        if (r.kind == 'M') fflush(file), fflush(names); /* a program may be ended after a step */
         mine.last = processor_time(), mine.operators = 0;
     }
     pthread_mutex_unlock(&lock);

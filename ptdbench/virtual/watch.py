@@ -133,8 +133,8 @@ def _bytes_of_inductor(kernel: Any, arguments: Any, _: Any) -> tuple[int, bool]:
         if hasattr(tensor, "element_size"):
             picks = tensor.numel() > _MOST_LOADS * passed
             guessed |= picks
-            count = min(tensor.numel(), passed) if picks else tensor.numel()
-            total += count * tensor.element_size() * (2 if name in kernel.mutated_arg_names else 1)
+            times = 2 if name in kernel.mutated_arg_names else 1
+            total += (passed if picks else tensor.numel()) * tensor.element_size() * times
     return total, guessed
 
 
@@ -143,7 +143,7 @@ def _bytes_of_triton(kernel: Any, arguments: Any, options: Any) -> tuple[int, bo
     tensors = [value for value in (*arguments, *options.values()) if hasattr(value, "element_size")]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     rewrites = getattr(kernel, "rewrites", None)
-    return sum(sizes) + sizes[0] * bool(options.get(rewrites, rewrites)), rewrites is None
+    return sum(sizes + sizes[:1] * bool(options.get(rewrites, rewrites))), rewrites is None
 
 
 class _Watch:
@@ -169,6 +169,7 @@ class _Watch:
             **{"pid": os.getpid(), "command": sys.argv, "steps": 0, "devices": self._devices},
         }
         self._log = Log(self._report["rank"], self._report["world_size"])
+        ctypes.CDLL(None).ptdbench_virtual_note_crashes()
         self._hook()
         if os.environ.get(STACKS):
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
@@ -209,6 +210,9 @@ class _Watch:
             return False
         self._before = account
         self._report |= {"steps": self._report["steps"] + 1, "step": step}
+        if self._report["steps"] == 1:
+            allocated = {number: device.get("allocated", 0) for number, device in self._devices.items()}
+            self._report["first"] = step | {"allocated": allocated}
         self._note_in_log(self._report["steps"] - _BEFORE_LOG)
         self._write()
         self._settle()

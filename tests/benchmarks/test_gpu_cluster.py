@@ -46,7 +46,7 @@ def test_layouts_are_held_against_a_single_rank(session, local):
 
 @cases("ranks", [2, 4, 8, 16], daily=[2])
 def test_all_layouts_are_legal_on_any_number_of_gpus(ranks):
-    for layout in (layout for layout in LAYOUTS if layout.ranks <= ranks and not layout.on_gpus):
+    for layout in (layout for layout in LAYOUTS if layout.ranks <= ranks):
         typed = ("model=gpt_small", f"train.global_batch={16 * ranks}", f"cluster.ranks_per_node={ranks}")
         specify(read(*typed, *layout.words.split()), None)
 

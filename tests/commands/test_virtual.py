@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.programs import call
+from ptdbench.prediction.log import read
+from tests.programs import TORCHRUN, call
 from tests.virtual.conftest import shared, start  # noqa: F401 # fixtures
 
 pytestmark = pytest.mark.usefixtures("start")
@@ -49,8 +50,9 @@ if "RANK" in os.environ:
 def _virtual(environ: dict[str, str], tmp_path: Path) -> Any:
     (tmp_path / "program.py").write_text(PROGRAM)
 
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
-        return call(sys.executable, "-m", "ptdbench", "virtual", *map(str, words), cwd=tmp_path, environ=environ)
+    def run(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = (sys.executable, "-m", "ptdbench", "virtual", *map(str, words))
+        return call(*command, cwd=tmp_path, environ={**environ, **variables})
 
     return run
 
@@ -58,7 +60,8 @@ def _virtual(environ: dict[str, str], tmp_path: Path) -> Any:
 def test_each_rank_of_a_launcher_has_its_account(virtual, environ, tmp_path):
     """Ended after three of many steps, as DDP makes new buckets in the second; a step is one of the first optimizer."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
-    done = virtual("h100x2", "--json", "--steps", 3, "--", *launcher, "program.py", 100, 100_000)
+    words = ("h100x2", "--json", "--steps", 3, "--", *launcher, "program.py", 100, 100_000)
+    done = virtual(*words, PTDBENCH_VIRTUAL_LOG=str(tmp_path / "logs"))
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     found = record["virtual"]
@@ -71,8 +74,28 @@ def test_each_rank_of_a_launcher_has_its_account(virtual, environ, tmp_path):
     # The first layer has no gradient of its inputs.
     assert found["flops"] == [2 * 32 * (2 * weights + (LAYERS - 1) * WIDTH**2)] * 2
     assert found["kernels"]["product"] == [3 * LAYERS - 1] * 2
+    # DDP puts all gradients into one bucket at first.
+    first = found["first_step"]
+    assert first["messages"]["all_reduce"] == {"calls": 1, "bytes": 4 * weights, "formula_bytes": None}
+    assert (first["allocated_bytes"], first["flops"]) == ([100 * MIB] * 2, found["flops"])
     shown = call(sys.executable, "-m", "ptdbench", "explain", record["directory"], cwd=tmp_path, environ=environ)
     assert "520 MiB" in shown.stdout
+    for rank, log in enumerate(read(tmp_path / "logs")):  # of the steps after the second
+        assert log.facts["rank"] == rank
+        names = [log.names[name] for name in next(log.steps())["name"]]
+        assert sum("gemm" in name for name in names) == 3 * LAYERS - 1
+
+
+def test_run_of_ours_needs_the_same_under_a_launcher(virtual, environ, tmp_path):
+    words = ("model=gpt_tiny", "parallel=ddp", "train.steps=2", "profile.steps=0")
+    own = ("virtual=h100", "cluster.ranks_per_node=2", "hydra.run.dir=run")
+    assert call(*TORCHRUN[:1], TORCHRUN[-1], *words, *own, cwd=tmp_path, environ=environ).returncode == 0
+    done = virtual("h100x2", "--json", "--", *TORCHRUN, *words, "device=cuda")
+    assert done.returncode == 0, done.stderr
+    expected = json.loads((tmp_path / "run" / "record.json").read_text())["virtual"]
+    found = json.loads(done.stdout)["virtual"]
+    names = ("allocated_bytes", "reserved_bytes")  # rank 0, which checks the run, has its allocator's options too
+    assert [found[name] for name in names] == [expected[name] for name in names]
 
 
 def test_out_of_memory_names_the_way_to_learn_the_need(virtual):
@@ -85,6 +108,14 @@ def test_out_of_memory_names_the_way_to_learn_the_need(virtual):
     ample = virtual("h100", "--memory", "1TiB", *words)
     assert ample.returncode == 0, ample.stderr
     assert "2.93 GiB" in ample.stdout
+
+
+def test_crash_of_the_library_says_so(virtual):
+    program = "import ctypes, torch; torch.ones(3, device='cuda'); ctypes.CDLL(None).cudaMemGetInfo(8, 8)"
+    done = virtual("h100", "--", sys.executable, "-c", program)
+    assert done.returncode == 128 + signal.SIGSEGV
+    assert "ptdbench's library crashed in cudaMemGetInfo (Segmentation fault): a fault of ptdbench" in done.stderr
+    assert "no process used a GPU" not in done.stdout + done.stderr
 
 
 SOME_RANKS = """
@@ -139,7 +170,7 @@ def test_interrupt_leaves_nothing(environ, tmp_path):
         (("h100x121", "--", "ls"), "GPU=h100x121: torch is compiled for 1 to 120 GPUs of a node"),
         (("h100",), "COMMAND=(none): there is no program; try h100 -- python train.py"),
         (("h100", "--memory", "20", "--", "ls"), "--memory=20: must be a size; try 20GiB"),
-        (("h100", "--steps", "0", "--", "ls"), "--steps=0: must be at least 1"),
+        (("h100", "--steps", "0", "--", "ls"), "--steps=0: must be a whole number of at least 1"),
         (("h100x2", "--ranks", "0,2", "--", "ls"), "--ranks=0,2: must be different ranks from 0 to 1; try 0"),
         (("h100", "--nodes", "2", "--", "torchrun", "t.py"), "COMMAND=torchrun: --nodes and --ranks start each rank"),
         (("h100", "--", "./missing"), "COMMAND=./missing: cannot be started: No such file or directory"),

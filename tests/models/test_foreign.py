@@ -148,6 +148,19 @@ def test_loss_of_narrow_outputs_is_fp32():
     assert torch.equal(model(inputs, classes), expected)
 
 
+def test_no_targets_need_a_loss():
+    """Of the module itself: a scalar, or an object that has it."""
+    inputs, none = batch()[0], torch.empty(len(batch()[0]), 0)
+    with pytest.raises(TypeError, match=r"^there are no targets, and forward\(\) returns no loss"):
+        adapt(Plain(), example)(inputs, none)
+    for returned in (
+        lambda self, inputs: inputs.square().mean(),
+        lambda self, inputs: {"loss": inputs.square().mean()},
+    ):
+        model = adapt(assembled(returned), example)
+        assert torch.equal(model(inputs, none), inputs.square().mean())
+
+
 def test_plain_module_is_cut_between_layers():
     model = adapt(Plain(), example)
     assert model.layers() == list(model.module.layers)

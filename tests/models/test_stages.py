@@ -264,8 +264,13 @@ def test_what_a_decoder_attends_to_is_sent_along():
     model = adapt(Translator(), words)
     layers = [[f"{coder}.layers.{number}"] for coder in ("encoder", "decoder") for number in (0, 1)]
     assert cuts(model) == [["encoder.table"], *layers[:2], ["decoder.table"], *layers[2:], ["head"]]
-    assert [model._stages.sent(place) for place in range(6)] == [40, 40, 40, 80, 80, 40]
-    check_pieces(model, *sentences())
+    inputs, targets = sentences()
+    check_pieces(model, inputs, targets)
+    arrived, sent = (), []
+    for name in [*model.parts()][:-1]:
+        arrived = model.runner([name])(model, arrived, inputs, targets)
+        sent.append(len(arrived))
+    assert sent == [1, 1, 1, 2, 2, 1]
 
 
 def test_faults_are_seen(monkeypatch):

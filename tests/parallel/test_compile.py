@@ -1,7 +1,6 @@
 """Graphs: how many there are, of what, and for how long."""
 
 import warnings
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -9,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import _symmetric_memory as symmetric_memory
 
 from ptdbench.kernels.copies import Copies
-from ptdbench.local_part import local_part
-from ptdbench.models.llama import Llama
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.compile import Compile, compile_parts, parts_outside_layers, start_afresh
@@ -23,8 +19,8 @@ from ptdbench.problems import ConfigError
 from ptdbench.setup import training_spec
 from tests.conftest import read
 from tests.daily import cases
-from tests.parallel.made import SHAPE, data, laid_out, on_meta, small, unscaled
-from tests.parallel.ranks import on_ranks, pretended
+from tests.parallel.made import laid_out, small, unscaled
+from tests.parallel.ranks import pretended
 from tests.parallel.ten_steps import tokens
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -226,42 +222,3 @@ def test_ddp_buckets_do_not_split_graphs(graphs, how, count):
         engine, *_ = laid_out(Strategy(replicate="auto", bucket_mb=0.0001), small(), 4, 2, compile=how)
         engine.gradients(tokens(), tokens(), unscaled)
     assert len(graphs) == count
-
-
-def in_pieces() -> tuple[dict[str, int], bool]:
-    """In a rank: what is divided into pieces in a step of two layers, and whether gradients are those of eager mode."""
-    counts: dict[str, int] = {}
-
-    def counting(name: str) -> Any:
-        def run(*arguments: Any, **options: Any) -> Any:
-            counts[name] = counts.get(name, 0) + 1
-            return getattr(symmetric_memory, f"_{name}_fallback")(*arguments, **options)
-
-        return run
-
-    on_cpu = torch.library.Library("symm_mem", "IMPL")
-    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
-        on_cpu.impl(name, counting(name), "CPU")
-    model = partial(on_meta, Llama, **SHAPE | {"layers": 2, "key_value_heads": 2, "hidden": 24})
-    gradients = []
-    for how in (False, "layers"):
-        strategy = Strategy(tensor=2, sequence=True, async_tensor=bool(how))
-        # From 2.15 on torch asks whether there is a GPU, in place of whether the group is enabled.
-        with symmetric_memory._test_mode() if torch.__version__ >= "2.15" else nullcontext():
-            engine, *_ = laid_out(strategy, model(), 4, compile=how)
-            engine.gradients(*data().samples(0, 4), unscaled)
-        gradients.append([local_part(weight.grad) for weight in engine.module.parameters() if weight.grad is not None])
-    alike = all(
-        torch.allclose(gradient, other, rtol=1e-4, atol=1e-6) for gradient, other in zip(*gradients, strict=True)
-    )
-    return counts, alike
-
-
-@pytest.mark.ranks
-@pytest.mark.thorough
-def test_async_tensor_fuses_messages_and_products():
-    """By messages in place of GPUs that write to each other; two of each in the forward pass of a layer."""
-    for counts, alike in on_ranks(2, in_pieces):
-        assert alike
-        assert counts["fused_all_gather_matmul"] >= 2 * 2
-        assert counts["fused_matmul_reduce_scatter"] >= 2 * 2

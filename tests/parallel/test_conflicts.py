@@ -23,7 +23,6 @@ DDP, FSDP = {"replicate": "auto"}, {"shard": "auto"}
 PDP = {**DDP, "pipeline": "auto"}
 INTERLEAVED = {**PDP, "schedule": "interleaved1f1b"}
 RING = {**DDP, "context": 2, "context_method": "ring"}
-ASYNC = {"tensor": 2, "replicate": "auto", "sequence": True, "async_tensor": True}
 STAGES_IN_SHARDS = {"shard": 4, "pipeline": 2}
 NO_EFFECT = "has no effect under these degrees of parallelism; it belongs to parallel"
 AT_LEAST_1 = "must be a whole number of at least 1"
@@ -58,13 +57,9 @@ def split(*values: Any) -> Any:
         ({"shard": 4}, "optimizer", "zero1", f"{NO_EFFECT}=ddp,pdp"),
         *((degrees, "sync_batchnorm", True, f"{NO_EFFECT}=ddp,pdp,fsdp,hsdp")
           for degrees in ({}, {"pipeline": 2}, {"tensor": 2}, {"context": 2})),
-        ({"tensor": 2}, "async_tensor", True, "… sequence parallelism; try false, or parallel.sequence=true"),
         ({"replicate": 4}, "prefetch", 2, f"{NO_EFFECT}=fsdp,hsdp"),
         ({"shard": 4}, "prefetch", 0, AT_LEAST_1),
-        with_setters({"replicate": 4}, "message_buffers", "nccl", f"{NO_EFFECT}=fsdp,hsdp"),
         with_setters({"shard": 4}, "reduce_scatter_buffers", 0, AT_LEAST_1),
-        with_setters({"shard": 4, "message_buffers": "symmetric"}, "reduce_scatter_buffers", 2,
-                     "must be 1 with parallel.message_buffers=symmetric, …; try 1"),
         (STAGES_IN_SHARDS, "reshard_after_forward", 2, "… is not supported with pipeline, …; try true, false"),
         (PDP, "stages_per_rank", 2, f"must be 1 under 1f1b; try auto, or {_1F1B}"),
         split({**PDP, "schedule": "dualpipev"}, "stages_per_rank", 3, f"must be 2 under dualpipev; … or {_1F1B}"),
@@ -153,14 +148,6 @@ UNSHARDED = {
           for value in ("fp8", "fp8_tensorwise")),
         ({**FSDP, "reshard_after_forward": 2}, "precision", "fp8_tensorwise",
          "parallel.reshard_after_forward=2: … fp8; try true, false, or precision=fp8"),
-        *((options, "compile", value, f"parallel.async_tensor=true: … compile={str(value).lower()}; … compile=layers")
-          for options, value in ((ASYNC, False), ({**ASYNC, "replicate": 1, "shard": 1}, "whole"))),
-        (ASYNC, "backend", "gloo", "parallel.async_tensor=true: …, but the backend is gloo; try false"),
-        (ASYNC, "virtual", True, "parallel.async_tensor=true: …, which virtual GPUs …; try false"),
-        with_setters({**FSDP, "message_buffers": "nccl"}, "backend", "gloo",
-                     "parallel.message_buffers=nccl: …, but the backend is gloo; try caching"),
-        with_setters({**FSDP, "message_buffers": "symmetric"}, "virtual", True,
-                     "parallel.message_buffers=symmetric: …, which virtual GPUs …; try caching, nccl"),
         *((options, "offload", "optimizer_and_weights",
            "offload=optimizer_and_weights: needs sharded weights, …; try parallel=fsdp,hsdp")
           for options in ({}, DDP, PDP, {"context": 2})),
@@ -184,8 +171,6 @@ def test_other_options_refused(options, name, value, message):
         ({**FSDP, "reshard_after_forward": 2}, "precision", "fp8"), (FSDP, "precision", "fp8_tensorwise"),
         ({**DDP, "gradients": "fp16"}, "precision", "fp16"), (FSDP, "offload", "optimizer_and_weights"),
         ({"context": 2, "tensor": 2}, "offload", "optimizer_and_weights"),
-        (ASYNC, "compile", "layers"), (ASYNC, "backend", "cpu:gloo,cuda:nccl"), (ASYNC, "virtual", False),
-        with_setters({**FSDP, "message_buffers": "nccl"}, "virtual", True), (FSDP, "backend", "gloo"),
         (PDP, "optimizer", UNSHARDED["Adafactor"]), (FSDP, "optimizer", torch.optim.SGD(WEIGHTS)),
         (FSDP, "optimizer", torch.optim.AdamW(WEIGHTS, fused=True)),
     ],

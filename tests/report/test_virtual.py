@@ -148,3 +148,35 @@ def test_a_report_of_plans_has_their_columns_and_what_does_not_fit_is_no_failed_
     assert _subtitle(plans).startswith("2 plans, 1 too large · ")
     broken = loaded(run(status="oom"), run(**{**fits, "status": "failed"}))
     assert _subtitle([*plans, *broken]).startswith("3 plans, 1 run, 1 too large, 1 oom, 1 failed · ")
+
+
+def test_predicted_steps_order_plans_in_tables_and_lines():
+    """Rows without a time stay, below the others; what is surely slower needs no run on a GPU."""
+
+    def plan(layout, seconds):
+        fields = {"kind": "planned", "plan": {"fits": bool(seconds)}, "overrides": [f"parallel={layout}"]}
+        if not seconds:
+            return run(layout, **fields)
+        parts = {"products": seconds, "host": 0.0}
+        step = {
+            "step_seconds": seconds,
+            "low": seconds / 1.25,
+            "high": seconds * 1.25,
+            "tokens_per_second": 1e3 / seconds,
+        }
+        step |= {"mfu": 0.05 / seconds, "bound_by": "products", "parts": parts, "errors": {"products": 0.1}}
+        return run(layout, **fields, predicted=step)
+
+    records = [plan("tp", 0.2), plan("cp", 0), plan("fsdp", 0.1), plan("ddp", 0.101)]
+    table = of_plans(records, 120)
+    cells = [line.split()[:9] for line in table.splitlines()[3:7]]
+    assert cells[0] == ["fsdp", "2", "1-2", "1.00x", "10,000", "100", "50.0%", "products", "yes"]
+    assert cells[2][:6] == ["tp", "2", "3", "0.50x", "(0.48-0.52)", "5,000"]
+    assert (cells[3][0], cells[3][-1]) == ("cp", "no")
+    assert "times predicted, not measured" in table
+    assert virtual.measuring(records).endswith("parallel=fsdp,ddp repeat=5")
+    assert "Predicted, not measured: fsdp and ddp may be the fastest of 3" in virtual.answer(
+        [(r.parallel, r) for r in records]
+    )
+    lines = virtual.explained(records[0], "tp", 140).splitlines()
+    assert "predicted: a step of 200 ms (160 ms to 250 ms), bound by products" in lines

@@ -164,14 +164,10 @@ class TestRanks:
             (8, 0.0, None),  # a norm
             (4e6, 0.0, "4.00 MB a step, 0.00 B by formula"),
             (4e6, None, None),
-            (2e6, [1e6, 3e6], None),
-            (3.1e6, [1e6, 3e6], "3.10 MB a step, 1.00 MB to 3.00 MB by formula"),
         ],
     )
     def test_what_is_sent_besides_the_formula_is_told(self, size, formula, told):
-        is_range = isinstance(formula, list)
-        known = {"formula_bytes": None, "formula_range": formula} if is_range else {"formula_bytes": formula}
-        sent = {"all_gather": operation(0, 10, size=size, **known)}
+        sent = {"all_gather": operation(0, 10, size=size, formula_bytes=formula)}
         record = phased("ddp", 90, {"forward": [30] * 2, "backward": [60] * 2}, communication=sent)
         assert list(remarks(record, "ddp")) == ([f"ddp: all-gather {told}"] if told else [])
 

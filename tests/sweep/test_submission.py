@@ -425,7 +425,7 @@ def test_a_submission_that_is_not_followed_tells_what_is_refused(asked, tmp_path
     for batch, refused in (("16,15", 1), ("16,32", 0)):
         words = ["cluster=slurm", "cluster.submit=detach", "model=toy", f"train.global_batch={batch}"]
         composed = compose_all(words, multirun=True)
-        assert entry._on_cluster(composed, composed.configs[0].cluster, resume.Line(words, None)) == refused
+        assert entry._on_cluster(composed, composed.configs[0].cluster, resume.Line(words, None))[0] == refused
         assert capsys.readouterr().err.count("train.global_batch=15: must be a multiple of ") == refused
 
 
@@ -442,7 +442,7 @@ def test_a_resumed_sweep_asks_slurm_only_for_what_it_lacks(asked, tmp_path, monk
         scripts.clear()
         words = ["cluster=slurm", "model=toy", "train.steps=3,4", f"cluster.submit={submit}", "hydra.sweep.dir=sweep"]
         composed = compose_all(words, multirun=True)
-        assert entry._on_cluster(composed, composed.configs[0].cluster, resume.Line(words, goes_on)) == 0
+        assert entry._on_cluster(composed, composed.configs[0].cluster, resume.Line(words, goes_on))[0] == 0
         return capsys.readouterr().out.splitlines()
 
     assert "submitted 2 jobs: 101_0 101_1" in start("detach", None)

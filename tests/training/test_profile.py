@@ -198,9 +198,6 @@ def test_slow_experts_are_waited_for_where_they_combine(tmp_path):
     record = record_of(tmp_path)["phases"]
     slept = SLEEP * record["step_seconds"] / record["profiled_step_seconds"]
     assert record["ranks"]["experts"][0] > MOST * slept
-    for operation in ("dispatch", "combine"):
-        low, high = record["communication"][operation]["formula_range"]
-        assert low <= record["communication"][operation]["bytes"] <= high
 
 
 @pytest.mark.thorough

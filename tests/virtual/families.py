@@ -72,6 +72,7 @@ def calls() -> dict[str, Callable[[], object]]:
     halves = [empty(64, 256), empty(64, 256)]
     return {
         "add": lambda: x + x,
+        "add two types": lambda: x + wide,
         "add a column": lambda: x + x[:, :1],
         "scale": lambda: x * 2,
         "compare": lambda: x == halves[0][:, :1],
@@ -102,6 +103,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "product in fp32": lambda: torch.mm(x, empty(512, 300), out_dtype=torch.float32),
         "attention": lambda: attend(q, k, k),
         "attention backward": backward_of(lambda q: attend(q, k, k), empty(2, 8, 256, 64)),
+        "convolve": lambda: F.conv2d(empty(8, 64, 32, 32), empty(128, 64, 3, 3), padding=1),
         "drop": lambda: F.dropout(x, 0.1),
     }
 

@@ -15,6 +15,7 @@ STATISTICS = 2 * 4
 
 BYTES = {
     "add": [3 * 2 * N],
+    "add two types": [(2 + 4 + 4) * N],
     "add a column": [2 * 2 * N + 2 * 64],
     "scale": [2 * 2 * N],
     "compare": [2 * N + 2 * 64 + N],  # a truth has one byte
@@ -47,6 +48,7 @@ BYTES = {
     # Queries and results of 8 heads, keys and values of 2, and a number for each query; backward the gradients too.
     "attention": [2 * 2 * (2 * 8 + 2 * 2) * 256 * 64 + 4 * 2 * 8 * 256],
     "attention backward": [2 * 2 * 2 * (2 * 8 + 2 * 2) * 256 * 64 + 4 * 2 * 8 * 256],
+    "convolve": [2 * (8 * 64 * 32**2 + 128 * 64 * 3**2 + 8 * 128 * 32**2)],
     "drop": [2 * 2 * N + N],
 }
 
@@ -65,7 +67,8 @@ def test_bytes_of_a_call(found, call):
     assert kernels == BYTES[call]
 
 
-def test_shapes_of_products_and_attentions(found):
+def test_shapes_of_products_attentions_and_convolutions(found):
+    assert found["calls"]["convolve"][0][2] == [8, 64, 32, 32, 128, 64, 3, 3]
     assert found["calls"]["product"][0][2:] == [[300, 64, 512, 1, 0, 0, 0, 0], 0]
     for call, products in (("attention", 2), ("attention backward", 5)):
         ((_, flags, dims, _),) = found["calls"][call]

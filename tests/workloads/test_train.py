@@ -36,7 +36,6 @@ def test_every_rank_brings_every_step(shared_run):
     assert metrics["first_step_seconds"] == pytest.approx(sum(metrics["startup_seconds"].values()))
     assert metrics["peak_memory_bytes"] > 0
     assert record["hardware"]["gpu"] == asdict(Energy(reason="the run used no GPU"))
-    assert (record["hardware"]["cpu"]["watts"] is None) == bool(record["hardware"]["cpu"]["reason"])
 
 
 @pytest.mark.parametrize("number", [1, 4])  # found early, or after the last step

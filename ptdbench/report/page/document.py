@@ -30,7 +30,17 @@ from ptdbench.terminal import ESCAPED, plain
 _WIDTH = 120
 
 #: The columns beside the name of a row: on a telephone no others are in sight.
-_FIRST = ("rank", "configuration", "throughput", "ratio", "plan_fits", "plan_max_mb", "plan_left_mib")
+_FIRST = (
+    "rank",
+    "configuration",
+    "throughput",
+    "ratio",
+    "predicted_ms",
+    "bound_by",
+    "plan_fits",
+    "plan_max_mb",
+    "plan_left_mib",
+)
 
 
 def page(title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
