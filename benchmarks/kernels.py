@@ -37,8 +37,8 @@ Step = dict[str, Any]
 def main() -> int:
     """Plan all of them and write the page's table."""
     steps = {key: step for model in BATCHES for key, step in planned(model)}
-    columns = ["model", "layout", "compile", "kernels", "", "memory GiB", "", "step ms", "", "vs ddp", ""]
-    table = tables.drawn(columns, [[*[""] * 3, *["fused", "torch"] * 4], *rows(steps)])
+    columns = ["model", "layout", "compile", "kernels", "", "memory GiB", "", "memory-bound ms", "", "step ms", ""]
+    table = tables.drawn([*columns, "vs ddp", ""], [[*[""] * 3, *["fused", "torch"] * 5], *rows(steps)])
     PAGE.write_text(tables.inserted(PAGE.read_text(), "kernels", table))
     print(table)
     return 0
@@ -65,11 +65,12 @@ def rows(steps: dict[tuple[str, str, str, str], Step]) -> Iterator[list[str]]:
         of_ddp = [steps[model, "ddp", compiled, kernels] for kernels in ("fused", "torch")]
         counts = [f"{sum(counts[0] for counts in step['virtual']['kernels'].values()):,}" for step in both]
         memory = [f"{step['virtual']['allocated_bytes'][0] / 2**30:.1f}" for step in both]
+        bound = [f"{step['predicted']['parts']['memory'] * 1e3:.1f}" for step in both]
         seconds = [f"{step['predicted']['step_seconds'] * 1e3:.1f}" for step in both]
         ratios = [speed(step) / speed(base) for step, base in zip(both, of_ddp, strict=True)]
         mark = "**" if abs(ratios[1] / ratios[0] - 1) > DIFFERENCE else ""
         shown = [f"{mark}{ratio:.2f}x{mark}" for ratio in ratios]
-        yield [model, layout, compiled, *counts, *memory, *seconds, *shown]
+        yield [model, layout, compiled, *counts, *memory, *bound, *seconds, *shown]
 
 
 def speed(step: Step) -> float:
