@@ -150,8 +150,9 @@ class TrainingSpec:
 
     def stages_by(self) -> str | None:
         """Say how the stages of a pipeline are found; ``None`` without one."""
-        split = self._split()
-        return split and ("forward" if runner(self.model, split.stages[0]) else "parts()")
+        if (split := self._split()) is None:
+            return None
+        return "forward" if runner(self.model, split.stages[0]) else "parts()"
 
     def _split(self) -> StageSplit | None:
         dims = self.layout.dims
