@@ -20,8 +20,9 @@ TARGETS: dict[str, tuple[int, dict[str, str]]] = {
     "overhead": (2, {"steps": "overhead", "checkpoints": "checkpoint_cost", "phases": "phases_truth"}),
     "parity-matrix": (1, {"layouts": "parity_matrix layouts", "experts": "parity_matrix experts"}),
     "virtual-truth": (
-        2, {name: f"virtual_truth {name}" for name in ("measured", "published", "layouts")} | {"kernels": "kernels"},
-    ),  # fmt: skip
+        2,
+        {name: f"virtual_truth {name}" for name in ("measured", "published", "layouts")} | {"kernels": "kernels"},
+    ),
     **{
         target: (1, {"": target.replace("-", "_")})
         for target in (

@@ -149,7 +149,7 @@ class TrainingSpec:
 
     def stages_by(self) -> str | None:
         """Say how the stages of a pipeline are found; ``None`` without one."""
-        if not (split := self._split()):
+        if (split := self._split()) is None:
             return None
         return "forward" if runner(self.model, split.stages[0]) else "parts()"
 

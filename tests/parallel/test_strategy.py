@@ -18,7 +18,6 @@ from ptdbench.parallel.pipeline_schedules import SCHEDULES
 from ptdbench.parallel.pipeline_stages import costs
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
-from tests.models.assembled import assembled
 from tests.parallel.made import data, gpt, laid_out, layout_of, on_meta, refused, unscaled, whole, with_weights
 from tests.parallel.ranks import each, on_ranks, pretended
 from tests.parallel.splitting import needs_splitting, where_split
@@ -295,16 +294,6 @@ def with_equal_layers() -> GPT:
     return model
 
 
-def one_block_twice() -> nn.Module:
-    """Calls one block under two names, as a model that shares its weights in depth does."""
-
-    def forward(self: Any, inputs: Tensor) -> Tensor:
-        return self.last(self.layers[1](self.layers[0](self.first(inputs))))
-
-    block = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    return assembled(forward, first=nn.Linear(2, 2), layers=nn.ModuleList([block, block]), last=nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize(
     ("options", "build", "message"),
     [
@@ -325,8 +314,8 @@ def one_block_twice() -> nn.Module:
          "must not exceed the model's 4 layers; try 2, or parallel.schedule=1f1b"),
         ({"pipeline": 2, "schedule": "looped_bfs", "stages_per_rank": 3}, gpt,
          "pipeline=2: pipeline(2) x stages_per_rank(3) = 6 stages … 4 layers; try parallel.schedule=1f1b"),
-        *(({"pipeline": 2}, lambda dtype=dtype: untold_by(nn.Linear(2, 2, dtype=dtype), 2), "pipeline=2: … no parts() "
-           f"and no list of blocks of one class, and Linear itself owns weight and bias; …, or try parallel=ddp{more}")
+        *(({"pipeline": 2}, lambda dtype=dtype: untold_by(nn.Linear(2, 2, dtype=dtype), 2), "pipeline=2: … there is "
+           f"no place between its submodules …; define parts(), or try parallel=ddp{more}")
           for dtype, more in ((torch.float32, ", parallel=fsdp"), (torch.complex64, ""))),
         ({"pipeline": 2}, with_frozen_trunk, "pipeline=2: stage 0 …; try parallel=fsdp, or fewer stages"),
         ({"shard": 2}, with_equal_layers,
@@ -337,8 +326,6 @@ def one_block_twice() -> nn.Module:
               (torch.ones(()), "is a scalar, …"),
               (torch.ones(2, dtype=torch.complex64), "is complex, …"),
               (torch.ones(2, 3).t(), "is not contiguous, …: nn.Parameter(weight.contiguous())"))),
-        ({"pipeline": 2}, lambda: untold_by(one_block_twice(), 2), "pipeline=2: module.layers.0.0.weight and "
-         "module.layers.1.0.weight are the same weight, …; register it under one name, or try parallel=ddp"),
     ],
 )  # fmt: skip
 def test_models_refused(options, build, message):
