@@ -21,7 +21,7 @@ def test_a_peak_is_that_of_the_data_sheet(name, dtype, tflops):
 
 def test_a_peak_of_another_name_or_dtype_is_not_guessed():
     unknown = [
-        "NVIDIA H100",  # no device says just this
+        "NVIDIA H200 NVL 2g.35gb",  # no more is a slice of this one
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",  # a slice is not the device
         "NVIDIA A100-SXM-64GB",  # another chip than the A100 of the data sheet
         "Tesla V100-SXM2-32GB",  # a known device without such units

@@ -29,9 +29,10 @@ def adapt(source: Any, target: str, seed: int) -> Data:
     Raises:
         ConfigError: It has neither, or its first samples are no batch.
     """
-    if all(hasattr(source, name) for name in vars(Data) if not name.startswith("_")):
+    names = {*dir(source)}  # without values: a property may read a data set that is not there yet
+    if all(name in names for name in vars(Data) if not name.startswith("_")):
         return source  # type: ignore[no-any-return]
-    if not (hasattr(source, "samples") or (hasattr(source, "__getitem__") and hasattr(source, "__len__"))):
+    if not ("samples" in names or {"__getitem__", "__len__"} <= names):
         rule = "has neither samples(start, stop) nor __len__ and __getitem__"
         require(Problem("data._target_", target, rule, "write it as ptdbench.data.protocol.Data, or as a Dataset"))
     own = Own(source, seed)

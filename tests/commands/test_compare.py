@@ -262,7 +262,7 @@ def two_commits(tmp_path, environ):
     tmp_path.mkdir()
     git(tmp_path, environ, "init", "--quiet")
     text = "from torch import nn\n\nclass Mine(nn.Linear):\n    def __init__(self):\n        super().__init__(32, 8)\n"
-    for more in ("", "\n    def forward(self, inputs):\n        raise RuntimeError('broken')\n"):
+    for more in ("", BROKEN):
         (tmp_path / "mine.py").write_text(text + more)
         git(tmp_path, environ, "add", "mine.py")
         git(tmp_path, environ, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "a model")
@@ -270,6 +270,15 @@ def two_commits(tmp_path, environ):
     words = ["--checkout", "HEAD~1", "--checkout", "HEAD", "--", *model, "repeat=1", "profile.steps=0"]
     yield tmp_path, [sys.executable, "-m", "ptdbench", "compare", *words], environ
     shutil.rmtree(temporary)
+
+
+#: Breaks with a batch, and not with the two samples that are tried before.
+BROKEN = """
+    def forward(self, inputs):
+        if len(inputs) > 2:
+            raise RuntimeError('broken')
+        return super().forward(inputs)
+"""
 
 
 def git(top: Path, environ: dict[str, str], *words: str) -> list[str]:

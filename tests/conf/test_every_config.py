@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from ptdbench.launch.slurm import Partition
 from ptdbench.launch.world import World
+from ptdbench.nested import first_tensor
 from ptdbench.parallel.pipeline_schedules import SPLITS_SINCE
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
@@ -32,6 +33,14 @@ COMPANIONS = {
     "data/text": ("model.sequence_length=32",),
     "data/digits": ("model=resnet18", "data=digits", "model.stem=small", "model.image_size=8", "model.classes=10"),
     "data/cifar10": ("experiment=cifar10_resnet18", "data.root={images}"),
+    "data/custom": (
+        "data._target_=tests.setup.test_run_spec.Duck",
+        "+data.seed=0",
+        "model=toy",
+        "model.inputs=4",
+        "model.outputs=2",
+    ),
+    "data/synthetic_inputs": ("model=hf_t5_tiny",),
     "data/image_folder": ("model=resnet18", "model.image_size=64", "data=image_folder", "data.root={images}"),
     "parallel/ep": ("model=moe_tiny",),
     "experiment/cifar10_resnet18": ("data.root={images}",),
@@ -41,7 +50,7 @@ COMPANIONS = {
 #: A sample of each data set, as it suits the model that it is used with.
 SHAPES = {
     "synthetic_images": (3, 64, 64), "synthetic_tokens": (32,), "synthetic_vectors": (6,), "text": (32,),
-    "digits": (3, 8, 8), "cifar10": (3, 32, 32), "image_folder": (3, 64, 64),
+    "digits": (3, 8, 8), "cifar10": (3, 32, 32), "image_folder": (3, 64, 64), "custom": (4,), "synthetic_inputs": (64,),
 }  # fmt: skip
 #: What SLURM would say on the clusters that the headers of conf/cluster describe.
 PARTITIONS = [
@@ -115,7 +124,7 @@ class TestFile:
             assert call["name"] in (name, call.get("_target_", "").rpartition(".")[2])
         assert made.world_size in (1, 2)
         if group == "data":
-            assert made.training.data.example()[0].shape == (1, *SHAPES[name])
+            assert first_tensor(made.training.data.example()).shape == (1, *SHAPES[name])
 
 
 def test_numbers_are_numbers():

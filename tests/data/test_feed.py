@@ -189,7 +189,7 @@ class Cuda:
     [
         ((torch.zeros(3, 6), torch.zeros(3)), r"\(3, 6\) and \(3,\)"),
         ((torch.zeros(4, 5), torch.zeros(4)), r"\(4, 5\) and \(4,\)"),
-        ({"inputs": torch.zeros(4, 6)}, "dict"),
+        ({"inputs": torch.zeros(4, 6)}, r"\(4, 6\)"),
         ((np.zeros((4, 6)), np.zeros(4)), "ndarray and ndarray"),
     ],
 )

@@ -208,10 +208,10 @@ class TestRefused:
         make(f"train.global_batch={batch}")
 
 
-def test_what_the_protocol_would_have_given_it_is_named():
-    target = f"{__name__}.Duck"
-    options = ("data=synthetic_vectors", "~data.inputs", "~data.outputs", f"data._target_={target}")
-    told = f"data._target_={target}: has no workers, held_out, identity, prepare; derive it from ptdbench.…"
+def test_data_without_samples_are_refused():
+    target = "builtins.object"
+    options = ("data=synthetic_vectors", "~data.inputs", "~data.outputs", "~data.seed", f"data._target_={target}")
+    told = f"data._target_={target}: has neither samples(start, stop) nor __len__ and __getitem__; …"
     assert refused("model=toy", *options) == [Abridged(told)]
 
 
