@@ -102,7 +102,7 @@ def remarks(records: Sequence[RunRecord]) -> Iterator[str]:
     if plans:
         yield "planned: predicted, not run; memory of the largest rank"
     if devices := ", ".join(dict.fromkeys(name for record in records if (name := record.virtual.device))):
-        yield f"{devices}: memory and messages are exact, nothing is computed, no timing"
+        yield f"{devices}: memory and messages are exact, nothing is computed or timed"
     yield from dict.fromkeys([*of_plans(plans), *_of_models(records)])
 
 
@@ -210,7 +210,8 @@ def _predicted(record: RunRecord, width: int) -> Iterator[str]:
         return
     times = [f"{three_digits(1e3 * seconds)} ms" for seconds in (step.step_seconds, step.low, step.high)]
     yield wrap(f"predicted: a step of {times[0]} ({times[1]} to {times[2]}), bound by {step.bound_by}", width)
-    for title, seconds in (("made of", parts), ("phases", {PHASES.get(name, name): of for name, of in phases.items()})):
+    shown = {PHASES.get(name, name): of for name, of in phases.items() if of > 1e-9}  # others are left by rounding
+    for title, seconds in (("made of", parts), ("phases", shown)):
         rows = [[name, three_digits(1e3 * of), f"{of / sum(seconds.values()):.1%}"] for name, of in seconds.items()]
         yield drawn([title, "ms", "share"], rows, width, words=[title])
     if step.guessed_bytes:
