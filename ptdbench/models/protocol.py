@@ -48,7 +48,7 @@ class Role:
     #: - ``attention``: a module that is called with queries, keys and values, ``[batch, heads, length, head width]``,
     #:   and returns their mixture in the same shape; the only module in which tokens interact.
     kind: Kind
-    units: int = 0  #: Number of indivisible units, a multiple of the ranks; 0: the features that are split.
+    units: int = 0  #: Number of indivisible units, a multiple of the ranks; if 0, the features that are split.
     unit: str = "features"  #: Name of the units in errors, such as ``heads``.
     #: For ``attention``: whether it is causal softmax attention without dropout, scaled by the root of the head width,
     #: which ring attention can replace.
