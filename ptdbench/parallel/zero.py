@@ -2,7 +2,7 @@
 
 torch's ``ZeroRedundancyOptimizer`` keeps its state in an inner optimizer with separate parameter groups, and gathers it
 on one rank to save it. Here the optimizer keeps the parameter groups, gradients and names of all weights, but each
-replica holds only the state of its part. Clipping, loss scaling, schedules, weight averages and checkpoints therefore
+replica holds only the state of its part. Clipping, loss scaling, schedules and checkpoints therefore
 work as without ZeRO-1, and a checkpoint can be resumed under any layout.
 """
 

@@ -123,8 +123,9 @@ def test_present_ranks_alone_take_what_they_take_among_all(start: Start, environ
     every, some = (record["virtual"] for record in records(tmp_path))
     assert some["ranks"] == [0, 3]
     asks_for_values = "model=hf_llama_tiny" in words
-    # Before torch 2.14 the first step infers shapes, for which the parts before a lone stage run beside its weights.
-    most = 5e-3 if asks_for_values and torch.__version__ < "2.14" else 0
+    # Each stage of a module without parts() takes the whole batch, and blocks of a lone one differ by up to 64 KiB;
+    # before torch 2.14 the first step infers shapes, for which the parts before a lone stage run beside its weights.
+    most = 0 if not asks_for_values else 1e-3 if torch.__version__ >= "2.14" else 5e-3
     for name in ("allocated_bytes", "reserved_bytes", "communicators"):
         assert some[name] == pytest.approx([every[name][0], every[name][3]], rel=most, abs=0)
     if not asks_for_values:  # what kernels it launches, it decides by values that nothing computes
