@@ -149,11 +149,10 @@ def _run(run: RunRecord, environments: Environments) -> dict[str, object]:
 
 
 def _other(run: RunRecord, title: str, environments: Environments) -> dict[str, object]:
-    """Return a run that does not train, as rendered by its workload, with its curves, if any."""
+    """Return a run that does not train, as rendered by its workload."""
     return {
         "title": title,
         "text": table.of_workload(run, _WIDTH),
-        "curves": curves.workload_curves(run),
         "command": run.rerun_command(),
         "runs": [_run(run, environments)],
     }
