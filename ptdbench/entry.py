@@ -239,7 +239,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     runs = requests.of_cluster(composed, line.goes_on)
     if ignored := slurm.ignored_variables(os.environ):
         echo(f"ignored: {' '.join(ignored)}; the resources of a job are set in the group cluster", sys.stderr)
-    submission.check_paths(runs, composed.directory)
+    submission.check_path(composed.directory)
     missing = _missing(composed, runs, line)
     if not missing:
         echo("nothing to submit: everything is ok, or still in the queue")
@@ -248,7 +248,6 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     batch = composed.batch_size if not runs[0].config.sweep.same_nodes else None
     for first in range(0, len(missing), batch or len(runs)):
         submission.require_accepted(missing[first : first + (batch or len(runs))], options)
-    submission.make_folders(runs)
     directory = hydra_output.claim(composed, line.goes_on).resolve()  # a job may start elsewhere
     queued = _queued(directory, line)
     agenda = Agenda.of(composed, runs, directory, line.only, queued)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -59,10 +59,7 @@ class Partition:
 
     name: str  #: As in ``cluster.partition``.
     is_default: bool  #: Whether it is used if none is named.
-    nodes: int  #: Number of nodes, in any state.
-    minutes: int | None  #: Its time limit, or ``None`` if it has none.
     gpus: tuple[int, ...]  #: The distinct numbers of GPUs per node, ascending.
-    cpus: int  #: CPUs of its largest node, as SLURM counts them.
 
 
 @dataclass(frozen=True)
@@ -88,17 +85,11 @@ def available() -> bool:
 
 def partitions() -> list[Partition]:
     """Return all partitions, including hidden ones, to which jobs may be submitted too; raises SlurmError."""
-    # --exact: one line per kind of node, instead of one line with "2+" CPUs.
-    lines = _output("sinfo", "--all", "--exact", "--noconvert", "--noheader", "--format=%P|%l|%D|%c|%G").splitlines()
-    by_name: dict[str, Partition] = {}
-    for line in lines:
-        marked, limit, nodes, cpus, gres = line.split("|", 4)
-        name = marked.removesuffix("*")
-        minutes = None if (seconds := _seconds(limit)) is None else seconds // 60
-        so_far = by_name.get(name) or Partition(name, marked.endswith("*"), 0, minutes, gpus=(), cpus=0)
-        gpus = tuple(sorted({*so_far.gpus, *([gpu_count(gres)] if int(nodes) else [])}))
-        by_name[name] = replace(so_far, nodes=so_far.nodes + int(nodes), gpus=gpus, cpus=max(so_far.cpus, int(cpus)))
-    return list(by_name.values())
+    lines = _output("sinfo", "--all", "--noheader", "--format=%P|%D|%G").splitlines()  # one for each kind of node
+    counts: dict[str, set[int]] = {}
+    for marked, nodes, gres in (line.split("|", 2) for line in lines):
+        counts.setdefault(marked, set()).update([gpu_count(gres)] if nodes != "0" else [])
+    return [Partition(name.removesuffix("*"), name.endswith("*"), (*sorted(gpus),)) for name, gpus in counts.items()]
 
 
 def queue(job_ids: Iterable[str]) -> dict[str, JobState]:

@@ -140,7 +140,6 @@ class Slurm(Cluster):
     """Ranks that a SLURM job will start; see ``conf/cluster/slurm.yaml``."""
 
     submit: Literal["wait", "detach", "test"]
-    log: str | None
     chdir: str | None
     gpus_per_node: Natural | Literal["auto"]
     partition: str | None

@@ -68,13 +68,11 @@ def of_search(run: Run) -> Run:
     return replace(run, shape=shape, **_specified(run.config, shape, None, None))
 
 
-def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partition] | None = None) -> Shape:
+def shape_of(read: Config, known: Sequence[Partition]) -> Shape:
     """Return the shape of a run's job; ``known`` are the cluster's partitions, empty without SLURM.
 
-    ``limits`` are the partitions that must have the requested resources, by default the known ones.
-
     Raises:
-        ConfigError: The cluster lacks requested resources, or the options contradict each other.
+        ConfigError: The cluster has no such partition or GPUs, or the options contradict each other.
     """
     cluster = read.cluster
     assert isinstance(cluster, Slurm)
@@ -85,7 +83,7 @@ def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partitio
         return choices.build(read, "parallel").ranks(available) if trains else available
 
     shape = resources.shape(cluster, read.general.device, ranks, known)
-    require(*resources.check(cluster, shape, known if limits is None else limits))
+    require(*resources.check(cluster, shape, known))
     return shape
 
 
@@ -233,20 +231,12 @@ def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:
         try:
             shapes.add(shape_of(job, known))
         except ConfigError as doubtful:
-            shapes.add(_elsewhere(job, known))
+            shapes.add(shape_of(_without_question(job), []))  # on another cluster
             remarks += [f"not on the SLURM of this machine: {problem}" for problem in doubtful.problems]
     if not known and any(_without_question(job) is not job for job in jobs):
         rule = "no SLURM here tells how many GPUs a node has, so the script asks for none"
         remarks.append(f"{rule}; try cluster.gpus_per_node=8")
     return shapes, list(dict.fromkeys(remarks))
-
-
-def _elsewhere(job: Config, known: Sequence[Partition]) -> Shape:
-    """Return the shape on a cluster other than this machine's."""
-    try:
-        return shape_of(job, known, limits=[])
-    except ConfigError:  # a partition that only the other cluster has
-        return shape_of(_without_question(job), [], limits=[])
 
 
 def _without_question(job: Config) -> Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import shlex
 import sys
@@ -77,7 +76,7 @@ def _given(job: Sequence[Run]) -> str:
         cluster, shape = run.cluster, run.shape
         assert shape is not None
         lines = (shape, resources.flags(cluster, shape, ""), resources.setup_lines(cluster, shape))
-        texts.add(repr((lines, cluster.srun_args, cluster.container, cluster.log)))
+        texts.add(repr((lines, cluster.srun_args, cluster.container)))
     if len(texts) > 1:
         raise ConfigError(list(_differences(job)))
     if len(job) > 1 and (requeue := job[0].cluster.requeue):
@@ -120,7 +119,7 @@ class Array:
     @property
     def output(self) -> Path:
         """Folder for the output of a job, with ``%j`` for its id."""
-        return Path(self.cluster.log or self.sweep / "logs" / "%j").expanduser().absolute()
+        return self.staging / "%j"
 
     @property
     def folders(self) -> list[Path]:
@@ -131,7 +130,7 @@ class Array:
     @property
     def staging(self) -> Path:
         """The common parent folder of all jobs' output."""
-        return container.without_patterns(self.output)
+        return (self.sweep / "logs").absolute()
 
     @cached_property
     def used(self) -> list[Path]:
@@ -203,41 +202,16 @@ def _in_script(path: str) -> str:
     return '"$ptdbench_job"'.join(part and shlex.quote(part) for part in path.split("%j"))
 
 
-def check_paths(runs: Sequence[Run], sweep_directory: Path) -> None:
-    """Refuse output paths that SLURM or submitit would read as patterns but for ``%j`` in ``cluster.log``, or as lines.
+def check_path(sweep_directory: Path) -> None:
+    """Refuse the directory of a sweep whose path SLURM would read as a pattern, or as lines.
 
     Raises:
-        ConfigError: There are such paths.
+        ConfigError: It is one.
     """
-    rule = r"%, \ and line breaks in the path of a job's output mean something else to SLURM, but for %j in cluster.log"
-    directory, found = sweep_directory.resolve(), []
-    for log in dict.fromkeys(run.cluster.log for run in runs):
-        path = str(Path(log).expanduser().absolute()).replace("%j", "") if log else str(directory)
-        if "%" in path or "\\" in path or terminal.has_controls(path):
-            option, value = ("cluster.log", log) if log else ("hydra.sweep.dir", directory)
-            found.append(Problem(option, value, rule, "give one without them"))
-    require(*found)
-
-
-def make_folders(runs: Sequence[Run]) -> None:
-    """Create the folders that users have named for the output of jobs.
-
-    Raises:
-        ConfigError: One of them cannot be created.
-    """
-    found = []
-    for log in dict.fromkeys(run.cluster.log for run in runs if run.cluster.log):
-        staging = container.without_patterns(Path(log).expanduser().absolute())
-        try:
-            staging.mkdir(parents=True, exist_ok=True)
-            reason = "" if os.access(staging, os.W_OK) else "you may not write to it"
-        except FileExistsError:
-            reason = f"{staging} is no folder"
-        except OSError as error:
-            reason = f"it cannot be made: {error.strerror}"
-        if reason:
-            found.append(Problem("cluster.log", log, reason, "give a folder that the cluster's nodes share"))
-    require(*found)
+    path = str(sweep_directory.resolve())
+    if "%" in path or "\\" in path or terminal.has_controls(path):
+        rule = r"%, \ and line breaks in the path of a job's output mean something else to SLURM"
+        require(Problem("hydra.sweep.dir", path, rule, "give one without them"))
 
 
 def submit(directory: Path, runs: Sequence[Run], options: Mapping[str, Any]) -> list[ledger.Job]:

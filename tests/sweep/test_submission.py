@@ -40,7 +40,7 @@ class TestArrays:
         "override",
         [
             "cluster.time_minutes=5,10", "cluster.cpus_per_rank=1,2", "cluster.setup=[],[umask]",
-            "cluster.srun_args=[],[--label]", "cluster.log=null,logs/%j", "+cluster.extra.nice=1,2",
+            "cluster.srun_args=[],[--label]", "+cluster.extra.nice=1,2",
         ],
     )  # fmt: skip
     def test_what_is_told_otherwise_needs_another(self, asked, override):
@@ -88,7 +88,7 @@ class TestSameNodes:
         assert Abridged(line) in refusal_of(arrays, runs).splitlines()
 
     def test_runs_that_ask_for_other_gpus(self, asked, monkeypatch):
-        monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (2,), 4)])
+        monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, (2,))])
         with pytest.raises(ConfigError, match="1 node x 2 ranks with 0 GPUs a node, 1 node x 2 ranks with 2 GPUs a n"):
             arrays(asked("cluster.ranks_per_node=2", "device=cpu,cuda", "sweep.same_nodes=true"))
 
@@ -385,24 +385,11 @@ def test_a_line_for_each_array_of_jobs(asked, monkeypatch, capsys, overrides, li
 
 
 @pytest.mark.parametrize("name", ["top5%u", "100%", "a%j", "back\\slash", "two\nlines"])
-def test_a_path_in_which_slurm_would_replace_something_is_refused(asked, tmp_path, name):
-    rule = r"%, \ and line breaks in the path of a job's output mean something else to SLURM, but for %j in cluster.log"
+def test_a_path_in_which_slurm_would_replace_something_is_refused(tmp_path, name):
+    rule = r"%, \ and line breaks in the path of a job's output mean something else to SLURM"
     told = f"hydra.sweep.dir={tmp_path}/{name}: {rule}; give one without them"
-    assert refusal_of(submission.check_paths, asked("seed=0,1"), tmp_path / name) == told
-    submission.check_paths(asked(f"cluster.log={tmp_path}/%j"), tmp_path / name)  # which has no output then
-    with pytest.raises(ConfigError, match=r"^cluster\.log=/scratch/%u/%j: %, "):
-        submission.check_paths(asked("cluster.log=/scratch/%u/%j"), tmp_path)
-
-
-def test_the_folder_of_outputs_is_made_where_they_will_be(asked, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    runs = asked("cluster.log='~/logs/%j'")
-    submission.make_folders(runs)
-    assert Array([runs], "toy", tmp_path).staging == tmp_path / "home" / "logs"
-    assert [path.name for path in tmp_path.iterdir()] == ["home"]
-    told = "cluster.log=/dev/null/%j: /dev/null is no folder; give a folder that the cluster's nodes share"
-    assert refusal_of(submission.make_folders, asked("cluster.log=/dev/null/%j")) == told
+    assert refusal_of(submission.check_path, tmp_path / name) == told
+    submission.check_path(tmp_path)
 
 
 def test_what_slurm_would_refuse_and_what_is_refused_before(asked, monkeypatch, capsys):
