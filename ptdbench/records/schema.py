@@ -81,7 +81,7 @@ class Metrics(Struct):
     ceiling_flops_per_second: Positive | None = None
     #: Whether other processes used the device during that measurement, so that it may be too low; null if unknown.
     ceiling_beside_load: bool | None = None
-    #: Model FLOP/s of a device over that ceiling; if it is above 1, ``remarks.ceiling`` says why.
+    #: Model FLOP/s of a device over that ceiling; above 1 it should be measured again, by ``workload=matmul``.
     share_of_ceiling: Quantity | None = None
     ceiling_reason: str | None = None  #: Why there is no ceiling.
     #: Share of the timed steps spent waiting for batches; on a GPU only waits that left the device idle count.
@@ -422,7 +422,6 @@ class Remarks(Struct, omit_defaults=True):
     #: How a pipeline's stages were found: by the model's ``parts()``, or by following its ``forward``.
     stages_by: str | None = None
     kernels: str | None = None  #: What of ours was used with ``kernels=torch``.
-    ceiling: str | None = None  #: That the run exceeded the ceiling, and the result of measuring the ceiling again.
     cut_short: str | None = None  #: Why there were fewer steps than requested.
     #: The step and the checkpoint from which the run resumed, and how its ranks or its layout changed since then.
     resumed: str | None = None
