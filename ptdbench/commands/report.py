@@ -1,27 +1,26 @@
-"""``ptdbench report outputs/<sweep>``: the results of a sweep in one file to send, as HTML, Markdown, LaTeX or CSV."""
+"""``ptdbench report outputs/<sweep>``: the results of a sweep in one file to send, as HTML, Markdown or LaTeX."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import webbrowser
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.terminal import echo, plain, plural
+from ptdbench.terminal import echo, plural
 
 if TYPE_CHECKING:
     from ptdbench.records.run_record import RunRecord
 
-HELP = "one file to send: tables, figures, failures and commands of sweeps as HTML, Markdown, LaTeX or CSV"
+HELP = "one file to send: tables, figures, failures and commands of sweeps as HTML, Markdown or LaTeX"
 
 #: Extensions of files by the name of their option.
-_FORMS = {"html": "html", "md": "md", "latex": "tex", "csv": "csv"}
+_FORMS = {"html": "html", "md": "md", "latex": "tex"}
 
 #: Maximum length of a comment on GitHub, in characters.
 _MOST_OF_COMMENT = 65_536
@@ -39,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", action="store_true", help="write report.html; the default")
     parser.add_argument("--md", action="store_true", help="write report.md, for pull requests")
     parser.add_argument("--latex", action="store_true", help="write report.tex, tables for papers, with booktabs")
-    parser.add_argument("--csv", action="store_true", help="write report.csv, a row for each run with all its fields")
     parser.add_argument("--title", help="the title; without it, models and directories")
     where = "where to write; without it, in the first directory"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=where)
@@ -140,22 +138,9 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
 
 
 def _text(form: str, title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
-    if form == "csv":
-        from ptdbench.records.load import Run, Runs
-
-        frame = Runs(Run(run, Path(run.directory)) for run in runs).frame()
-        return str(frame.apply(lambda column: column.map(_cell)).rename(columns=_cell).to_csv(index=False))
     from ptdbench.report.latex import latex
     from ptdbench.report.markdown import markdown
     from ptdbench.report.page.document import page
 
     write: Callable[[str, str, Sequence[RunRecord]], str] = {"html": page, "md": markdown, "latex": latex}[form]
     return write(title, subtitle, runs)
-
-
-def _cell(value: Any) -> Any:
-    """Return a cell for CSV: lists as JSON, and text escaped so that spreadsheets do not take it for a formula."""
-    text = json.dumps(value) if isinstance(value, list | dict) else value
-    if not isinstance(text, str):
-        return text
-    return f"'{plain(text)}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else plain(text)
