@@ -7,8 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ptdbench.launch import slurm
@@ -55,7 +54,6 @@ class Run:
     record: RunRecord  #: Its current record.
     is_over: bool  #: Whether it has ended and its result is among the sweep's.
     progress: Progress | None = None  #: The progress of a run that has not ended.
-    sweep: str = ""  #: Its sweep, if several are shown together; empty for a single run.
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Sweep:
     silence: str = ""  #: Why SLURM could not be queried; empty if it could, or did not have to be.
     damage: Sequence[str] = ()  #: A message for each damaged line of its results, and for a damaged ledger.
     goes_on: bool = False  #: Whether a process here is executing it, and may start more runs.
-    #: Sweeps and single runs whose process was killed, to be resumed with these options, such as ``--config-dir``.
+    #: The sweep or single runs whose process was killed, to be resumed with these options, such as ``--config-dir``.
     killed: Mapping[Path, Sequence[str]] = field(default_factory=dict)
 
     @property
@@ -76,7 +74,7 @@ class Sweep:
 
 
 def settle(directory: Path) -> Sweep:
-    """Record how jobs ended that could not do so; return the status of a sweep, a run, or all runs in a folder.
+    """Record how jobs ended that could not do so; return the status of a sweep, a run, or the single runs in a folder.
 
     A job's end is recorded by the first process that comes here, with SLURM's state as the reason. A run whose record
     is damaged or gone is listed as :data:`DAMAGED`.
@@ -84,20 +82,6 @@ def settle(directory: Path) -> Sweep:
     Raises:
         FileNotFoundError: There is no run.
     """
-    if store.is_sweep(directory) or not (sweeps := store.holding(directory, *store.OF_SWEEPS)):
-        return _one(directory)
-    return _together(directory, [directory, *sorted(sweeps, key=_in_turn)])
-
-
-def _in_turn(sweep: Path) -> tuple[Path, int, bool]:
-    """Return a sort key that alternates the blocks of a comparison's two sides, which are in a folder for each side."""
-    if sweep.name.isdecimal():
-        return sweep.parent.parent, int(sweep.name), sweep.parent.name == "after"
-    return sweep, 0, False
-
-
-def _one(directory: Path) -> Sweep:
-    """Return the status of one sweep, or of the single runs in a folder."""
     damage: list[str] = []
     jobs = _jobs(directory, damage.append)
     results = _results(directory, damage.append)
@@ -154,26 +138,6 @@ def _of_this_machine(directory: Path, results: Mapping[str, RunRecord], submitte
                 found[name] = record_of(path)
     for name, record in found.items():
         yield Run(name, None, None, record, not record.is_open, read_progress(places.get(name, directory / name)))
-
-
-def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
-    """Combine several sweeps, and single runs beside them, into one whose directory contains them all."""
-    runs: list[Run] = []
-    damage: list[str] = []
-    killed: dict[Path, Sequence[str]] = {}
-    silence = ""
-    for path in sweeps:
-        with suppress(FileNotFoundError):  # it has just begun, and has no run yet
-            sweep, name = _one(path), path.relative_to(directory)
-            runs += [
-                replace(run, directory=str(name / run.directory), sweep=name.name and str(name)) for run in sweep.runs
-            ]
-            damage += sweep.damage
-            killed |= sweep.killed
-            silence = silence or sweep.silence
-    if not runs:
-        raise FileNotFoundError(directory)
-    return Sweep(runs, silence, damage, any(map(store.is_locked, sweeps)), killed)
 
 
 def _jobs(directory: Path, tell: Callable[[str], object]) -> list[ledger.Job]:

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ptdbench.grouping import grouped
 from ptdbench.records import ledger
 from ptdbench.report import text
 from ptdbench.report.labels import titles
@@ -30,14 +29,9 @@ STARTUP = ("import", "config", "rendezvous", "build", "first_step")
 
 
 def numbered(sweep: Sweep) -> list[tuple[int, str, Run]]:
-    """Return each run with its number in the sweep, and a name that tells it apart from others of its sweep."""
-    of_sweeps = grouped((run.sweep, run) for run in sweep.runs)
-    names = {
-        run.directory: f"{title} [{of_sweep}]" if of_sweep else title
-        for of_sweep, runs in of_sweeps.items()
-        for run, title in zip(runs, titles([run.record for run in runs]), strict=True)
-    }
-    return [(run.job.number if run.job else place, names[run.directory], run) for place, run in enumerate(sweep.runs)]
+    """Return each run with its number in the sweep, and a name that tells it apart from the others."""
+    named = zip(sweep.runs, titles([run.record for run in sweep.runs]), strict=True)
+    return [(run.job.number if run.job else place, title, run) for place, (run, title) in enumerate(named)]
 
 
 def as_json(sweep: Sweep) -> dict[str, object]:

@@ -16,7 +16,6 @@ from ptdbench.records import store
 from ptdbench.sweep import status, watch
 from ptdbench.terminal import plain
 from tests.refusals import Abridged
-from tests.report.made import failed, keep, run
 from tests.sweep.made import DONE, PROGRESS, failure
 
 
@@ -37,35 +36,6 @@ def test_the_queues_word_for_what_goes_on_and_slurms_beside_the_records_for_what
     sweep.submit(1)
     sweep.says(_0=words)
     assert [row["state"] for row in cells(sweep)] == [expected]
-
-
-def test_the_blocks_of_both_sides_of_a_comparison_stand_below_each_other(sweep):
-    """Where what failed is told by its place, as names are the same in all blocks."""
-    folder = sweep.path
-    for block in (0, 10, 2):
-        for side in ("before", "after"):
-            one = failed("ddp", "broken") if (side, block) == ("after", 2) else run("ddp")
-            config = {"repeat": {"series": "compare", "block": block}}
-            keep(folder / side / str(block), "0_toy_ddp", one | {"model": "toy", "config": config})
-    (folder / "before" / "11").mkdir()  # which has just begun
-    seen = status.settle(folder)
-    assert [row["run"] for row in cells(sweep)] == [
-        f"toy ddp [{side}/{block}]" for block in (0, 2, 10) for side in ("before", "after")
-    ]
-    assert seen.is_over
-    assert watch.table_text(seen).splitlines()[-1].startswith("after/2/0_toy_ddp: failed on rank 1: ")
-    with pytest.raises(FileNotFoundError):
-        status.settle(folder / "before" / "11")
-
-
-def test_the_sweeps_of_a_folder_stand_below_its_single_runs(sweep):
-    for name in ("b/sweep", "a"):
-        keep(sweep.path / name, "0_toy_ddp", run("ddp"))
-    sweep.begin(7)
-    seen = watch.as_json(status.settle(sweep.path))["runs"]
-    assert [(one["run"], one["directory"]) for one in seen] == [
-        ("toy ddp", "7_toy_ddp"), ("gpt_tiny ddp [a]", "a/0_toy_ddp"), ("gpt_tiny ddp [b/sweep]", "b/sweep/0_toy_ddp"),
-    ]  # fmt: skip
 
 
 def test_runs_of_a_sweep_are_named_by_what_differs_whether_or_not_they_have_begun(sweep):
