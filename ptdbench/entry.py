@@ -245,9 +245,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
         echo("nothing to submit: everything is ok, or still in the queue")
     if cluster.submit == "test":
         return submission.show_test_only(missing, options), None
-    batch = composed.batch_size if not runs[0].config.sweep.same_nodes else None
-    for first in range(0, len(missing), batch or len(runs)):
-        submission.require_accepted(missing[first : first + (batch or len(runs))], options)
+    submission.require_accepted(missing, options)
     directory = hydra_output.claim(composed, line.goes_on).resolve()  # a job may start elsewhere
     queued = _queued(directory, line)
     agenda = Agenda.of(composed, runs, directory, line.only, queued)

@@ -149,12 +149,6 @@ class Composed:
         return str(self.hydra.runtime.choices.get(SWEEPER))
 
     @property
-    def batch_size(self) -> int | None:
-        """The sweeper's ``max_batch_size``; ``None`` for no limit."""
-        size: int | None = self.hydra.sweeper.get("max_batch_size")
-        return size
-
-    @property
     def directory(self) -> Path:
         """The output directory that the command line asks for."""
         return Path(self.hydra.sweep.dir if self.is_sweep else self.hydra.run.dir).expanduser()

@@ -29,6 +29,7 @@ OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}
 _NO_EFFECT = {
     "callbacks": "ptdbench runs the jobs, not Hydra, so they would never be called",
     "job.chdir": "runs start in the current directory",
+    "sweeper.max_batch_size": "a sweep is one batch",
     **dict.fromkeys(("verbose", "job_logging.root", "hydra_logging.root"), "nothing is logged through Hydra"),
 }
 

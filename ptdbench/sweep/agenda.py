@@ -102,18 +102,11 @@ class Agenda:
         """The estimates for the runs that this process executes itself."""
         return SweepEta(self.runs, is_whole=not self.is_open)
 
-    def batches(self, size: int | None) -> list[range]:
-        """Return the numbers of the runs to execute in each batch, at most ``size`` per batch (``None``: no limit).
-
-        A block is never split over batches if results are examined after each block, or if its runs share a job.
-        """
+    def batches(self) -> list[range]:
+        """Return the numbers of the runs to execute in each batch: all, or a block if results are examined after it."""
         count = len(self.runs)
-        of_block = sum(run.block == self.runs[0].block for run in self.runs)
-        if self.stopping:
-            size = of_block
-        elif size and self.runs[0].config.sweep.same_nodes:
-            size = max(1, size // of_block) * of_block
-        return [range(start, min(start + (size or count), count)) for start in range(0, count, size or count)]
+        size = sum(run.block == self.runs[0].block for run in self.runs) if self.stopping else count
+        return [range(start, start + size) for start in range(0, count, size)]
 
     def is_settled(self, number: int) -> bool:
         """Return whether the runs from this number on are unnecessary, as enough is known about all configurations."""

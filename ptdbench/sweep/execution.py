@@ -40,7 +40,7 @@ Executor = Callable[[Iterable[Run]], None]
 def run_all(agenda: Agenda, composed: Composed) -> None:
     """Execute runs that are known in advance, batch by batch, until the stopping rule ends a sweep."""
     execute = executor(agenda, composed)
-    for numbers in agenda.batches(composed.batch_size):
+    for numbers in agenda.batches():
         if agenda.is_settled(numbers[0]):
             return
         agenda.eta.to_come = agenda.to_do(numbers)

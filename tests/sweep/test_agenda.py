@@ -188,16 +188,11 @@ class TestRepeats:
         named = agenda("parallel=ddp,fsdp", "repeat.runs=2", "hydra.sweep.subdir='${parallel.name}_${repeat.block}'")
         assert {run.subdirectory for run in named.runs} == {"ddp_0", "ddp_1", "fsdp_0", "fsdp_1"}
 
-    def test_they_come_in_batches_of_blocks_or_of_jobs_that_they_share(self, agenda):
-        found = agenda("parallel=ddp,fsdp", "repeat.runs=4")
-        assert (found.batches(None), found.batches(3)) == ([range(8)], [range(3), range(3, 6), range(6, 8)])
+    def test_they_come_in_one_batch_or_block_by_block(self, agenda):
+        assert agenda("parallel=ddp,fsdp", "repeat.runs=4").batches() == [range(8)]
         by_block = agenda("parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=4")
-        assert by_block.batches(3) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-        assert [by_block.runs[batch[0]].block for batch in by_block.batches(3)] == [0, 1, 2, 3]
-        assert agenda("seed=0,1").batches(None) == [range(2)]
-        found = agenda("parallel=ddp,fsdp", "repeat.runs=4", "sweep.same_nodes=true")
-        for size, expected in ((None, [8]), (3, [2, 2, 2, 2]), (5, [4, 4]), (1, [2, 2, 2, 2])):
-            assert [len(batch) for batch in found.batches(size)] == expected
+        assert by_block.batches() == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+        assert [by_block.runs[batch[0]].block for batch in by_block.batches()] == [0, 1, 2, 3]
 
     def test_the_blocks_that_are_over_are_counted(self, agenda, tmp_path, monkeypatch):
         asked = []

@@ -14,7 +14,7 @@ from ptdbench.comparison.alternatives import sweep_of
 from ptdbench.grouping import grouped
 from ptdbench.profiling import perfetto, schedule
 from ptdbench.records.effects import affects, options_affecting
-from ptdbench.records.load import MOST_LOST, Run
+from ptdbench.records.load import Run
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.store import Damaged
 from ptdbench.report import columns
@@ -43,7 +43,6 @@ def of_steps(rows: Mapping[int, columns.Row]) -> dict[str, object]:
     drawn = [curve for number in list(rows)[:_ROWS] if (curve := _curve(number, rows[number].run))]
     alike = grouped((training(row.run), (row.name, row.run)) for row in rows.values())
     said = [line for group in alike.values() if len(group) > 1 for line in _agreement(dict(group))]
-    said += [f"{row.name}: {damage}" for row in rows.values() if (damage := _damage(row.run))]
     return {"steps": drawn, "losses": said, "drawn": _ROWS}
 
 
@@ -63,18 +62,6 @@ def _series(run: RunRecord, name: str) -> np.ndarray:
         return Run(run, Path(run.directory)).series(name)
     except (FileNotFoundError, Damaged):
         return np.empty(0)
-
-
-def _damage(run: RunRecord) -> str | None:
-    """Return what is wrong with the series of a run, if it is damaged."""
-    if (run.steps or 0) > MOST_LOST:  # otherwise it cannot be damaged: do not read the file again
-        try:
-            Run(run, Path(run.directory)).series("losses")
-        except FileNotFoundError:
-            pass
-        except Damaged as damage:
-            return str(damage)
-    return None
 
 
 def _thinned(*curves: np.ndarray) -> np.ndarray:
