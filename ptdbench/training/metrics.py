@@ -61,26 +61,21 @@ def metrics(measured: Measurement) -> Metrics:
     samples_per_second = measured.samples_per_step * len(timed) / sum(timed) if timed else None
     tokens_per_second = _times(samples_per_second, measured.tokens_per_sample)
     flops_per_second = _times(samples_per_second, measured.flops_per_sample)
-    per_device = 1 / measured.world_size
-    rate = _times(flops_per_second, per_device)
-    mfu, mfu_reason = _mfu(measured, rate, measured.dtype)
+    rate = _times(flops_per_second, 1 / measured.world_size)
+    mfu, mfu_reason = _mfu(measured, rate)
     full, masked = measured.flops_per_sample, measured.masked_flops_per_sample
-    causal = _times(flops_per_second, 1 - masked / full if full and masked is not None else None)
+    causal = _times(rate, 1 - masked / full if full and masked is not None else None)
     waited = measured.wait_seconds[measured.warmup_steps :]
     figures = Metrics(
         step_seconds=summary(timed),
         tokens_per_second=tokens_per_second,
         samples_per_second=samples_per_second,
-        tokens_per_second_per_device=_times(tokens_per_second, per_device),
-        samples_per_second_per_device=_times(samples_per_second, per_device),
         model_flops_per_second=flops_per_second,
         mfu=mfu,
         mfu_reason=mfu_reason,
-        mfu_of_bf16=_mfu(measured, rate, "bf16")[0] if measured.dtype == "fp8" else None,
         ceiling_reason=measured.ceiling[1],
         data_wait_share=sum(waited) / sum(last_start) if waited and last_start else None,
-        causal_flops_per_second=causal,
-        mfu_causal=_mfu(measured, _times(causal, per_device), measured.dtype)[0],
+        mfu_causal=_mfu(measured, causal)[0],
     )
     if ceiling := measured.ceiling[0]:  # measured on this device
         figures.ceiling_flops_per_second = ceiling.flops_per_second
@@ -93,13 +88,13 @@ def _times(quantity: float | None, factor: float | None) -> float | None:
     return None if quantity is None or factor is None else quantity * factor
 
 
-def _mfu(measured: Measurement, rate: float | None, dtype: str) -> tuple[float | None, str | None]:
-    """Return the utilization of a dtype's peak at a rate of model FLOP/s per device, or why there is none."""
+def _mfu(measured: Measurement, rate: float | None) -> tuple[float | None, str | None]:
+    """Return the utilization of the peak at a rate of model FLOP/s per device, or why there is none."""
     if measured.flops_per_sample is None:
         return None, measured.flops_reason or "the model's FLOPs are unknown"
     if rate is None:
         return None, "no step finished"
-    peak, reason = dense_peak(measured.device_name, dtype)
+    peak, reason = dense_peak(measured.device_name, measured.dtype)
     return (None, reason) if peak is None else (rate / peak, None)
 
 

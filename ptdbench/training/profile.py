@@ -58,7 +58,6 @@ def expect(job: Job) -> Expected:
 
 def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected) -> Phases | None:
     """Profile some steps; called in all ranks, as the last part of a run. ``None`` on ranks other than the first."""
-    started = time.perf_counter()
     timed: float | None = gather(metrics and metrics.step_seconds and metrics.step_seconds.mean)[0]
     steps = _count(job.spec.config.profile.steps, timed)
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
@@ -86,7 +85,6 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected
     breakdown.bubble_formula = _bubble(job)
     breakdown.stage_parts = expected.parts
     breakdown.stage_links = loop.engine.links
-    breakdown.pass_seconds = time.perf_counter() - started
     return breakdown
 
 

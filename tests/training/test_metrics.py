@@ -31,27 +31,24 @@ def figures(**changes: Any) -> Metrics:
 def test_figures_by_hand():
     results = metrics(MEASURED)
     assert results.samples_per_second == pytest.approx(4 * 16 / 2.0)
-    assert results.samples_per_second_per_device == pytest.approx(16)
     assert results.tokens_per_second == pytest.approx(4096)
-    assert results.tokens_per_second_per_device == pytest.approx(2048)
     assert results.model_flops_per_second == pytest.approx(96e12)
     assert results.mfu == pytest.approx(48 / 312)  # per device, of an A100's dense bf16 peak
-    assert (results.mfu_reason, results.mfu_of_bf16) == (None, None)
+    assert results.mfu_reason is None
     assert (results.step_seconds.median, results.step_seconds.mean) == (pytest.approx(0.375), pytest.approx(0.5))
 
 
 def test_mfu_by_half_of_attention_of_fp8_and_of_images():
     results = figures(masked_flops_per_sample=1e12)
-    assert results.causal_flops_per_second == pytest.approx(64e12)
     assert (results.mfu, results.mfu_causal) == (pytest.approx(48 / 312), pytest.approx(32 / 312))
     for unknown in (figures(), figures(flops_per_sample=None, masked_flops_per_sample=0.0)):
-        assert unknown.causal_flops_per_second is unknown.mfu_causal is None
+        assert unknown.mfu_causal is None
     without = figures(masked_flops_per_sample=0.0)
     assert without.mfu_causal == without.mfu
     results = figures(device_name="NVIDIA H200", dtype="fp8")
-    assert (results.mfu, results.mfu_of_bf16) == (pytest.approx(48 / 1978.9), pytest.approx(48 / 989.4))
+    assert results.mfu == pytest.approx(48 / 1978.9)
     results = figures(tokens_per_sample=None)
-    assert results.tokens_per_second is results.tokens_per_second_per_device is None
+    assert results.tokens_per_second is None
     assert results.samples_per_second == pytest.approx(32)
 
 
