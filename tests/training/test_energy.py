@@ -93,7 +93,7 @@ class TestEnergy:
     def test_a_part_of_the_devices_is_no_figure_and_a_reason_that_all_share_is_told_once(self):
         total = energy([Counted("n1", 1, 1.0, 8.0), Counted("n2", reason="permission denied")], 4)
         assert total == Energy(reason="n2: permission denied")
-        total = energy([Counted(name, reason="why") for name in ("n1", "n2")], 4, None)
+        total = energy([Counted(name, reason="why") for name in ("n1", "n2")], 4)
         assert total == Energy(reason="why")
 
 
