@@ -64,7 +64,7 @@ def test_signal_before_the_time_limit_requeues_and_resumes(tmp_path, slurm):
 def test_last_requeue_stays_saved(tmp_path, slurm):
     job, directory = submitted(tmp_path, slurm, *ALONE, "cluster.requeue=true", "cluster.max_requeues=0")
     ask(slurm, "scancel", "--signal=USR2", job)
-    stopped = until(lambda: (found := record_of(directory))["status"] == "preempted" and found)
+    stopped = until(lambda: (found := record_of(directory))["status"] == "timeout" and found)
     until(lambda: "not requeued: cluster.max_requeues=0 is reached" in record_of(directory)["error"]["message"])
     assert (directory / "checkpoints" / f"step-{len(stopped['losses']):08}" / "manifest.json").exists()
 

@@ -106,10 +106,16 @@ _HOW_IT_GOES_ON = {
 
 
 def stopped(record: Written, why: str, saved: bool | None = True) -> Draft:
-    """Return the record of a run that was asked to stop; ``saved`` as in :class:`ptdbench.job.Outcome`."""
+    """Return the record of a run that was asked to stop; ``saved`` as in :class:`ptdbench.job.Outcome`.
+
+    SIGUSR2 comes ahead of the time limit of a job that ptdbench submitted.
+    """
+    is_limit = why.startswith("SIGUSR2") and option(configuration(record), "cluster.submit", str)
+    why = f"{why}, ahead of the time limit of its job" if is_limit else why
     again = f"{start_command(record.get('launcher'), configuration(record))} {in_shell('resume', record['directory'])}"
     message = f"stopped by {why}; {_HOW_IT_GOES_ON[saved]}: {again}"
-    return {**record, "status": "preempted", "error": schema.NO_ERROR | {"type": "Stopped", "message": message}}
+    status = "timeout" if is_limit else "preempted"
+    return {**record, "status": status, "error": schema.NO_ERROR | {"type": "Stopped", "message": message}}
 
 
 def requeued(record: Written, number: int, limit: int) -> Draft:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,9 +32,6 @@ _OUT_OF_MEMORY = re.compile(
 
 #: Status of a run by the state in which SLURM ended its job; ``failed`` for all other states.
 STATUS_OF = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "OUT_OF_MEMORY": "oom", "PREEMPTED": "preempted"}
-
-#: The signal that SLURM sends to a job ahead of its time limit.
-WARNING = "SIGUSR2"
 
 #: The status of a run whose record cannot be read; no record itself has this status.
 DAMAGED = "damaged"
@@ -232,11 +228,6 @@ def _record_ends(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str
             kind, message = _end(job, state, begun=owner is not None)
             cause = of_launcher(kind, message + _saved(record))
             conclude(directory, job.directory, cause, STATUS_OF.get(kind, "failed"))
-        elif _was_signaled(record) and _reached_its_limit(record, _seconds(path, record, state)):
-            minutes = record.option("cluster.time_minutes", float)
-            limit = f"job {job.id} was about to reach its limit, cluster.time_minutes={minutes}"
-            cause = of_launcher("TIMEOUT", f"{limit}{OUTPUT}{job.log}{_saved(record)}")
-            conclude(directory, job.directory, cause, "timeout")
         elif result is None:
             store.append_result(directory, record.written)  # the job was killed between its record and the results
 
@@ -284,24 +275,6 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
 def _says_more(state: JobState | None) -> bool:
     """Return whether SLURM knows more about a job's end than success or failure."""
     return state is not None and state.state not in ("COMPLETED", "FAILED")
-
-
-def _seconds(directory: Path, record: RunRecord, state: JobState | None) -> float:
-    """Return how long a job has run, 0 if SLURM does not say; if SLURM has forgotten it, how long the run has."""
-    if state is not None:
-        return state.elapsed or 0
-    path = directory / store.RECORD
-    return path.stat().st_mtime - record.owner.started if record.owner and path.exists() else -math.inf
-
-
-def _reached_its_limit(record: RunRecord, elapsed: float) -> bool:
-    """Return whether the warning ahead of the time limit ended a run, for which SLURM only reports FAILED.
-
-    The warning is requested at most a tenth of the limit ahead (:meth:`ptdbench.sweep.submission.Array.script`), and
-    arrives up to a minute earlier than that (sbatch(1), ``--signal``).
-    """
-    minutes = record.option("cluster.time_minutes", float)
-    return WARNING in record.error.message and minutes is not None and elapsed >= 0.9 * 60 * minutes - 60
 
 
 def _saved(record: RunRecord) -> str:

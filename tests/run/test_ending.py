@@ -142,8 +142,15 @@ def test_stopped_run_says_what_it_saved_and_is_requeued_only_then(directory, mon
     store.write_record(directory, {**OPEN, "directory": "run"})
     spec = SimpleNamespace(config=SimpleNamespace(cluster=None))
     ending.write_result(attempt(directory), spec, torch.device("cpu"), [], Outcome(stopped="SIGUSR2", saved=saved))
-    assert says in store.load_record(directory)["error"]["message"]
+    written = store.load_record(directory)
+    assert (says in written["error"]["message"], written["status"]) == (True, "preempted")
     assert requeued == [True] * (saved is True)
+
+
+def test_the_warning_ahead_of_a_time_limit_is_told_as_what_it_is():
+    in_job = {**OPEN, "directory": "run", "config": {"cluster": {"submit": "wait"}}}
+    assert record.stopped(in_job, "SIGUSR2 after step 1")["status"] == "timeout"
+    assert record.stopped(in_job, "SIGTERM after step 1")["status"] == "preempted"
 
 
 def test_container_asks_the_jobs_script_to_requeue(directory, monkeypatch):
