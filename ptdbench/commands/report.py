@@ -22,9 +22,6 @@ HELP = "one file to send: tables, figures, failures and commands of sweeps as HT
 #: Extensions of files by the name of their option.
 _FORMS = {"html": "html", "md": "md", "latex": "tex"}
 
-#: Maximum length of a comment on GitHub, in characters.
-_MOST_OF_COMMENT = 65_536
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``report``."""
@@ -52,14 +49,10 @@ def main(arguments: argparse.Namespace) -> int:
     arguments.directories, runs = _loaded(arguments.directories or [_newest()])
     paths = _paths(arguments)
     title = arguments.title or _title(arguments.directories, runs)
-    texts = {form: _text(form, title, _subtitle(runs), runs) for form in paths}
-    for form, path in paths.items():
-        replace_bytes(path, texts[form].encode("utf-8", "backslashreplace"))
-    for form, path in paths.items():
+    texts = {path: _text(form, title, _subtitle(runs), runs) for form, path in paths.items()}
+    for path, text in texts.items():
+        replace_bytes(path, text.encode("utf-8", "backslashreplace"))
         echo(f"report       {path}")
-        if form == "md" and len(texts[form]) > _MOST_OF_COMMENT:
-            said = f"{path} has {len(texts[form]):,} characters, and a comment on GitHub {_MOST_OF_COMMENT:,} at most"
-            echo(said, sys.stderr)
     if arguments.open and not webbrowser.open(paths["html"].absolute().as_uri()):
         echo(f"no browser was found to show {paths['html']}", sys.stderr)
     return 0
