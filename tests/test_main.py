@@ -128,7 +128,7 @@ def test_a_folder_that_somebody_sent_is_read_and_runs_nothing(sweep, environ, wo
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("expalin", "try explain"), ("explain --agianst a", "try --against"), ("plan --model toy", "try model=toy"),
+        ("expalin", "try explain"), ("explain --jsno a", "try --json"), ("plan --model toy", "try model=toy"),
         ("sbatch --model=toy", "try model=toy"), ("status a b", ""),
     ],
 )  # fmt: skip

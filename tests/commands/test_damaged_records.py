@@ -99,7 +99,7 @@ def test_what_stands_in_one_record_harms_no_other(ptdbench, tmp_path, part):
         assert ptdbench("report", sweep, "--html", "--md", "--latex")[0] == 0
         ptdbench("status", sweep)
         ptdbench("explain", sweep)
-        ptdbench("explain", sweep / "2_damaged", "--against", sweep / "1_whole")
+        ptdbench("explain", sweep / "2_damaged", sweep / "1_whole")
         for sides in ((sweep, other), (other, sweep)):
             ptdbench("compare", *sides)
     assert all(name in (sweep / "report.html").read_text() for name in ("0_whole", "1_whole"))
