@@ -249,8 +249,9 @@ class Config:
         require(*_control_characters(options))
         if "name" not in options:
             raise ConfigError([Problem("cluster.name", "(not set)", "must be given", _INHERIT)])
-        if "submit" not in options:
-            return _typed(Cluster, "cluster", options)
+        if "submit" not in options:  # what files set for jobs has no effect here
+            of_jobs = Slurm.__annotations__.keys()
+            return _typed(Cluster, "cluster", {name: value for name, value in options.items() if name not in of_jobs})
         if isinstance(within := options.get("container"), Mapping):
             options = {**options, "container": _typed(Container, "cluster.container", within)}
         return _typed(Slurm, "cluster", options)

@@ -91,8 +91,7 @@ def test_a_cluster_in_a_file_is_the_scripts_and_not_the_ranks(tmp_path, chosen, 
     assert {flag, "--time=5", "--nodes=2"} <= set(flags)
     own = command[command.index(str(tmp_path)) + 1 :]
     assert own[: own.index("experiment=mine")] == first
-    composed = compose_all(own, source=source)
-    cluster = composed.configs[0].cluster
+    cluster = compose_all(own, source=source).configs[0].cluster
     assert (type(cluster), cluster.nodes, cluster.ranks_per_node) == (Cluster, 2, 2)
 
 
