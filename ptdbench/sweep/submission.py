@@ -129,17 +129,18 @@ class Array:
         flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
         if count > 1:
             flags["array"] = f"0-{count - 1}%{min(parallel, count)}"
-        # The token with which the job was submitted may have expired by the time it starts: srun would be refused.
-        setup = ["unset SLURM_JWT", *_environment(), *self._directories()]
+        # What was typed here, and the search path of a user's model.
+        variables = {**terminal.as_variable(sys.argv), **search_path.inherited()}
+        places = ((self.sweep / run.subdirectory).absolute() for job in self.jobs for run in job)
+        setup = [
+            "unset SLURM_JWT",  # it may have expired by the time the job starts: srun would be refused
+            *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+            f"ptdbench_runs=({shlex.join(map(str, places))})",  # of one job after the other
+        ]
         steps = [self._run(number, folder) for number, folder in enumerate(self.folders)]
         log = self._by_pattern(self.staging / ledger.LOG_OF_SLURM)
         output = Output(log, flags, [*setup, *self._enter_folders()])
         return resources.script(cluster, self._shape, self.name, steps, output)
-
-    def _directories(self) -> list[str]:
-        """Return the line that lists the directories of the jobs' runs, of one job after the other."""
-        places = ((self.sweep / run.subdirectory).absolute() for job in self.jobs for run in job)
-        return [f"ptdbench_runs=({shlex.join(map(str, places))})"]
 
     def _run(self, number: int, folder: Path) -> Step:
         """Return the step that executes a run of a job; if needed, the script first searches its micro-batch."""
@@ -283,12 +284,6 @@ def _write_off(sweep: Path, runs: Sequence[Run], error: BaseException) -> None:
     for run in runs:
         with suppress(OSError, store.Damaged):  # on a full disk the records stay open, which is still true
             status.conclude(sweep, run.subdirectory, cause)
-
-
-def _environment() -> Iterator[str]:
-    """Yield lines for the variables of a job: the command typed here, and the search path of a user's model."""
-    for name, value in {**terminal.as_variable(sys.argv), **search_path.inherited()}.items():
-        yield f"export {name}={shlex.quote(value)}"
 
 
 def report_refused(runs: Iterable[Run]) -> int:
