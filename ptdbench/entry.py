@@ -231,7 +231,6 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
 
 
 def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -> Ended:
-    """Submit the runs to SLURM as jobs."""
     from ptdbench.sweep import requests, submission, watch
     from ptdbench.sweep.agenda import Agenda
 
@@ -290,7 +289,6 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
 
 
 def _carry_out(composed: compose.Composed, agenda: Agenda) -> None:
-    """Execute the run or sweep that was requested."""
     from ptdbench.sweep import execution
 
     try:

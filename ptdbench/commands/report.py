@@ -74,7 +74,6 @@ def _newest() -> Path:
 
 
 def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
-    """Return the path of each requested format."""
     given = [form for form in _FORMS if getattr(arguments, form)]
     forms = dict.fromkeys([*(["html"] if arguments.open or not given else []), *given])
     first = arguments.directories[0]
@@ -118,7 +117,6 @@ def _title(directories: Sequence[Path], runs: Sequence[RunRecord]) -> str:
 
 
 def _subtitle(runs: Sequence[RunRecord]) -> str:
-    """Return how many runs there are, and when and by what the report was made."""
     from ptdbench.measure import hardware
     from ptdbench.report import virtual
 

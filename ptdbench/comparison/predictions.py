@@ -65,7 +65,6 @@ def rate_of(plan: RunRecord) -> float:
 
 
 def _against(plan: RunRecord, best: RunRecord, quantile: float) -> Comparison:
-    """Return the ratio of a plan's rate to the best, with its interval."""
     margin = math.exp(quantile * error(plan.predicted, best.predicted))
     ratio = rate_of(plan) / rate_of(best)
     return Comparison(ratio, ratio / margin, ratio * margin, runs=0, is_paired=False, detectable=margin - 1)

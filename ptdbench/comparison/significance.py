@@ -155,7 +155,6 @@ def p_values(differences: Sequence[Difference]) -> list[float]:
 
 
 def _quantile(freedom: float, share: float) -> float:
-    """Return a quantile of Student's t distribution."""
     from scipy import special
 
     return float(special.stdtrit(freedom, share))

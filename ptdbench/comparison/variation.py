@@ -88,8 +88,6 @@ class Difference(NamedTuple):
 
 
 class _Moments(NamedTuple):
-    """Mean and spread of the logarithms of a sample."""
-
     mean: float
     spread: Spread
     runs: int
@@ -205,6 +203,5 @@ def _moments(sample: Sample) -> _Moments:
 
 
 def _spread(logs: Sequence[float]) -> _Moments:
-    """Return the mean and spread of logarithms."""
     mean = math.fsum(logs) / len(logs)
     return _Moments(mean, Spread(math.fsum((log - mean) ** 2 for log in logs), len(logs) - 1), len(logs))

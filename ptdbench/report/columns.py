@@ -105,7 +105,6 @@ def _statuses(row: Row) -> str:
 
 
 def _joules(row: Row) -> float | None:
-    """Return the energy of the GPUs per sample."""
     energy = row.run.hardware.gpu
     return energy.joules_per_sample if energy else None
 
@@ -297,7 +296,6 @@ def _answer(rows: Sequence[Row], unit: str) -> str:
 
 
 def _why(rows: Sequence[Row]) -> list[str]:
-    """Explain why the next runs are slower than the first one, if that order is known."""
     groups = why.in_order({row.name: row.place for row in rows if row.place.rank})
     doubts = [doubt for group in groups for name, run in group.items() for doubt in why.doubt(run, name)]
     return [*why.against_first(groups)[:_EXPLAINED], *doubts[:_EXPLAINED]]

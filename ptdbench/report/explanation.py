@@ -143,5 +143,4 @@ def _side_by_side(places: Sequence[Standing], ranked: Ranking) -> Group:
 
 
 def _without_phases(runs: Sequence[RunRecord]) -> list[str]:
-    """Return why some of the runs are not explained."""
     return [f"{run.directory}: {reason}" for run in runs if (reason := recorded_phases.missing(run))]

@@ -134,7 +134,6 @@ def name(record: RunRecord) -> str:
 
 
 def _parallel(record: RunRecord) -> str:
-    """Return the preset, with its degrees if there are several and its schedule if there is one."""
     return " ".join(filter(None, (str(record.parallel or record.workload), _degrees(record), _schedule(record))))
 
 

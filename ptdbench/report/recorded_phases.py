@@ -85,7 +85,6 @@ def missing(record: RunRecord) -> str | None:
 
 
 def _reason(record: RunRecord) -> str:
-    """Return why a training run has no phases."""
     if record.is_open:
         return "the run has not ended"
     if record.status != "ok":

@@ -62,7 +62,6 @@ def reason(record: RunRecord) -> str:
 
 
 def _against_lack_of_memory(record: RunRecord) -> Iterator[str]:
-    """Yield options with which a training run needs less memory."""
     if not record.model:
         return
     layout, search = record.layout, record.micro_batch
@@ -238,7 +237,6 @@ def _out_of_turn(places: Sequence[tuple[str, Standing]]) -> Iterator[str]:
 
 
 def _reasons(places: Sequence[tuple[str, Standing]]) -> list[str]:
-    """Return the reasons of runs that are not ok, with their names, each reason once."""
     runs = [(label, run) for label, place in places for run in place.alternative.runs]
     failed = [(reason(run), label) for label, run in runs if not run.throughput and not virtual.is_ok(run)]
     alike = grouped(dict.fromkeys(failed))

@@ -65,7 +65,6 @@ def remaining(directory: Path, record: RunRecord, shown: int = 0, evaluated: int
 
 
 def _phases(record: RunRecord, time: float) -> list[Scalar]:
-    """Return the phases of the mean step as points at the last one; empty if the record has none."""
     phases = {} if recorded_phases.missing(record) else recorded_phases.step(record).phases
     tags = {f"step_seconds/{PHASES[name].replace(' ', '_')}": mean for name, mean in phases.items() if mean}
     return [Scalar(tag, mean, max((record.steps or 0) - 1, 0), time) for tag, mean in tags.items()]

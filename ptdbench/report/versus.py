@@ -232,7 +232,6 @@ def _is_slower(pair: Pair, threshold: float) -> bool:
 
 
 def _is_open(pair: Pair, threshold: float | None) -> bool:
-    """Return whether a configuration may still be slower."""
     if pair.known is None:
         return pair.verdict == "not enough data"
     return threshold is not None and pair.known.low <= 1 - threshold
@@ -315,7 +314,6 @@ def _unit(comparison: Versus) -> str | None:
 
 
 def _short(text: str) -> str:
-    """Shorten the full hash of a commit to ten digits."""
     return re.sub(r"\b[0-9a-f]{40}\b", lambda found: found[0][:10], text)
 
 

@@ -262,7 +262,6 @@ def _figures(check: results.Check) -> Iterator[str]:
 
 
 def _verdict(check: results.Check, width: int) -> Iterator[str]:
-    """Yield versions, notes, the verdict, and the findings."""
     attempts = max(check.attempts.values())
     again = f"; what looked slow was measured {attempts} times, and the best counts" if attempts > 1 else ""
     versions = {name: str(version)[:20] for name, version in check.versions.items() if version is not None}

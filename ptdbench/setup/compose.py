@@ -293,7 +293,6 @@ def _expanded(
 
 
 def _of_sweep(whole: DictConfig) -> dict[str, Any]:
-    """Return the options that a sweep has once, as they are written."""
     written: Any = OmegaConf.to_container(whole, resolve=False)
     hydra, cluster = written["hydra"], written["cluster"]
     hydra["sweeper"].pop("params", None)
@@ -305,7 +304,6 @@ def _of_sweep(whole: DictConfig) -> dict[str, Any]:
 
 
 def _line(override: Override) -> str:
-    """Return an override as it was typed."""
     return str(override.input_line)
 
 
@@ -314,7 +312,6 @@ def _typed_value(override: Override) -> str:
 
 
 def _unfit(overrides: Sequence[Override]) -> Iterator[Problem]:
-    """Yield overrides that Hydra accepts but that make no sense."""
     groups = _groups()
     for override in overrides:
         name, value = override.key_or_group, override.value()
@@ -327,7 +324,6 @@ def _unfit(overrides: Sequence[Override]) -> Iterator[Problem]:
 
 
 def _swept(overrides: Sequence[Override], is_sweep: bool) -> Iterator[Problem]:
-    """Yield lists given for a single run, and ranges."""
     for override in overrides:
         if isinstance(override.value(), IntervalSweep):
             yield Problem(override.key_or_group, _typed_value(override), "is a range", "give a list of values")
@@ -372,7 +368,6 @@ def _problem(config_name: str, override: Override, word: str, sound: Sequence[st
 
 
 def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
-    """Return what to type for an option that does not exist."""
     name, whole = override.key_or_group, _compose(config_name, sound)
     (group, _, last), options = name.rpartition("."), _options(whole)
     beside = OmegaConf.select(whole, group) if group else None

@@ -62,7 +62,6 @@ def unresolved(composed: Composed) -> Iterator[Problem]:
 
 
 def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
-    """Yield options that are set and have no effect."""
     for name, rule in _NO_EFFECT.items():
         if value := OmegaConf.select(hydra, name):
             value = "{...}" if OmegaConf.is_config(value) else as_typed(value)

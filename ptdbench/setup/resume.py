@@ -207,7 +207,6 @@ def _replaced(directory: Path, others: Iterable[str], earlier: Iterable[str]) ->
 
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return the overrides whose options the others do not set."""
     given = values(others)
     return [override for override in overrides if option(override) not in given]
 
@@ -228,14 +227,12 @@ def _shape(earlier: Iterable[str], run: RunRecord, others: Iterable[str], world:
 
 
 def _moves(override: str, run: RunRecord) -> bool:
-    """Return whether an override moves a run to another cluster."""
     name, value = option(override), override.partition("=")[2]
     was = run.option("cluster.name", str)
     return (name == "cluster" and value != was) or (name == "hydra/launcher" and value.startswith("submitit"))
 
 
 def _names(override: str, directory: Path) -> bool:
-    """Return whether the value of an override is this directory."""
     path = _path(override.partition("=")[2])
     return path is not None and path.resolve() == directory.resolve()
 

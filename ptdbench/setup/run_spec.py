@@ -247,7 +247,6 @@ def _backend(config: Config, device_type: str) -> str:
 
 
 def _without_gpus(config: Config, world: World | None, gpus: int) -> Iterator[Problem]:
-    """Yield options for which the machine lacks GPUs."""
     general, device_type, ranks = config.general, _device_type(config, gpus), config.cluster.ranks_per_node
     shared = gpus == 1 and bool(world or general.backend == "gloo")  # a launcher's ranks have agreed on their devices
     return broken([
@@ -261,7 +260,6 @@ def _without_gpus(config: Config, world: World | None, gpus: int) -> Iterator[Pr
 
 
 def _in_vain(config: Config, trains: bool) -> Iterator[Problem]:
-    """Yield options without what they need: checkpoints to continue from, or training."""
     cluster, general, workload = config.cluster, config.general, config.call("workload").name
     requeues = isinstance(cluster, Slurm) and cluster.requeue
     return broken([

@@ -50,7 +50,6 @@ def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
 
 
 def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
-    """Find what prevents repeats of this command line."""
     times = repeat.runs
     if not composed.is_sweep:
         return Problem("repeat.runs", times, "several runs are a sweep", f"add -m, as in {command()} -m repeat={times}")

@@ -91,7 +91,6 @@ def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path]) 
 
 
 def _mounts(container: Container, used: Iterable[Path]) -> list[str]:
-    """Return the mounts as ``HOST:CONTAINER`` or ``HOST:CONTAINER:ro``."""
     typed = []
     for mount in container.mounts:
         source, _, target = mount.removesuffix(":ro").partition(":")

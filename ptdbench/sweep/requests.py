@@ -211,7 +211,6 @@ def _unfit_for_script(composed: Composed, cluster: Slurm) -> Iterator[Problem]:
 
 
 def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:
-    """Return the shapes of the runs, and remarks on what is doubtful about them."""
     known: Sequence[Partition] = []
     with suppress(SlurmError):
         known = slurm.partitions() if slurm.available() else []

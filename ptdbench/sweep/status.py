@@ -239,7 +239,6 @@ def _crash(directory: Path, record: RunRecord) -> Failure | None:
 
 
 def _is_gone(state: JobState | None) -> bool:
-    """Return whether a job has ended: SLURM says so, or no longer knows it."""
     return state is None or state.is_over
 
 

@@ -240,7 +240,6 @@ def _submit(array: Array, options: Mapping[str, Any]) -> list[ledger.Job]:
 
 
 def _to_note(array: Array) -> Iterator[ledger.Job]:
-    """Yield the ledger's entries for the runs of an array before its submission."""
     cluster = None
     with suppress(SlurmError, ValueError):  # with several clusters, it is unknown which one takes the jobs
         (cluster,) = slurm.clusters()
@@ -278,7 +277,6 @@ def _take_back(names: Sequence[str]) -> None:
 
 
 def _write_off(sweep: Path, runs: Sequence[Run], error: BaseException) -> None:
-    """Record the failed submission in the records of its runs."""
     words = str(error).strip().splitlines() or [type(error).__name__]
     cause = failure.of_launcher(NOT_SUBMITTED, f"nothing was submitted: {words[-1]}")
     for run in runs:

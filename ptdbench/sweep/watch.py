@@ -243,8 +243,6 @@ def _show_failure(run: Run) -> None:
 
 
 class _Table(Live):
-    """A table that is redrawn in place."""
-
     def __init__(self, console: Console) -> None:
         super().__init__(console=console, auto_refresh=False, transient=True)
 
@@ -261,8 +259,6 @@ class _Table(Live):
 
 
 class _Lines(nullcontext[None]):
-    """Prints a line for every change, for a file or a pipe."""
-
     def __init__(self) -> None:
         super().__init__()
         self._last: dict[str, str] = {}

@@ -114,7 +114,6 @@ def _agreement(runs: Mapping[str, RunRecord]) -> Iterator[str]:
 
 
 def _apart(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the largest relative difference over common steps."""
     steps = min(len(one), len(other))
     difference = np.abs(one[:steps] - other[:steps])
     size = np.maximum(np.abs(other[:steps]), np.finfo(float).tiny)
