@@ -17,15 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the script, and remarks on standard error."""
+    """Print the script, and on standard error a remark on this shell."""
     from ptdbench import search_path
 
     search_path.add_current()
     from ptdbench.setup import compose
     from ptdbench.sweep import requests
 
-    text, remarks = requests.write_script(arguments.overrides, compose.source(arguments))
+    text, remark = requests.write_script(arguments.overrides, compose.source(arguments))
     echo(text.removesuffix("\n"))
-    for remark in remarks:
+    if remark:
         echo(remark, sys.stderr)
     return 0
