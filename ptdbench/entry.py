@@ -239,16 +239,13 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     runs = requests.of_cluster(composed, line.goes_on)
     if ignored := slurm.ignored_variables(os.environ):
         echo(f"ignored: {' '.join(ignored)}; the resources of a job are set in the group cluster", sys.stderr)
-    submission.check_paths(runs, composed.directory)
+    submission.check_path(composed.directory)
     missing = _missing(composed, runs, line)
     if not missing:
         echo("nothing to submit: everything is ok, or still in the queue")
     if cluster.submit == "test":
         return submission.show_test_only(missing, options), None
-    batch = composed.batch_size if not runs[0].config.sweep.same_nodes else None
-    for first in range(0, len(missing), batch or len(runs)):
-        submission.require_accepted(missing[first : first + (batch or len(runs))], options)
-    submission.make_folders(runs)
+    submission.require_accepted(missing, options)
     directory = hydra_output.claim(composed, line.goes_on).resolve()  # a job may start elsewhere
     queued = _queued(directory, line)
     agenda = Agenda.of(composed, runs, directory, line.only, queued)
@@ -259,7 +256,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     if cluster.submit == "detach":
         return submission.report_refused(agenda.refused) or int(bool(agenda.skipped)), directory
     try:
-        if not agenda.is_open:  # a search has already followed its batches
+        if not agenda.is_open:  # otherwise each block has been followed
             store.unlock(directory)  # it may be resumed beside this process, which submits nothing more
             watch.follow(directory)
     finally:
@@ -268,11 +265,11 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
 
 
 def _missing(composed: compose.Composed, runs: Sequence[Run], line: resume.Line) -> Sequence[Run]:
-    """Return the runs of which a resumed sweep lacks a repeat, and refused ones; all of a search or a new sweep."""
+    """Return the runs of which a resumed sweep lacks a repeat, and refused ones; all of a new sweep."""
     from ptdbench.sweep.agenda import Agenda
 
     missing = set(range(len(runs)))
-    if line.goes_on and not composed.searches:
+    if line.goes_on:
         agenda = Agenda.of(composed, runs, line.goes_on, line.only, _queued(line.goes_on, line))
         missing = set(agenda.to_do(missing))
     needed = {run.alternative: run for run in reversed(runs) if run.refused or run.number in missing}
@@ -293,13 +290,10 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
 
 
 def _carry_out(composed: compose.Composed, agenda: Agenda) -> None:
-    """Execute the run, search or sweep that was requested."""
+    """Execute the run or sweep that was requested."""
     from ptdbench.sweep import execution
 
     try:
-        if composed.searches:
-            execution.search(agenda, composed)
-            return
         if composed.is_sweep:
             with composed.source.open():
                 hydra_output.write_multirun(composed.sweep(), agenda.directory)

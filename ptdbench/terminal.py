@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import shlex
 import shutil
@@ -19,21 +18,6 @@ _DIRECTING = [0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x20
 _CONTROL = [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), *_DIRECTING]
 #: The text in place of each of them.
 ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROL if chr(code) not in "\n\t"}
-
-#: The non-ASCII characters of tables and messages, and their replacements on a stream that cannot encode them.
-_IN_ASCII = {"─": "-", "·": "-", "±": "+-", "…": "...", "→": "->", "²": "^2", "µ": "u", "°": " deg ", "√": "sqrt "}
-
-
-def _alike(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    characters = error.object[error.start : error.end]
-    escaped = (_IN_ASCII.get(char) or char.encode("ascii", "backslashreplace").decode() for char in characters)
-    return "".join(escaped), error.end
-
-
-#: The name of the error handler above.
-_ALIKE = "ptdbench.alike"
-codecs.register_error(_ALIKE, _alike)
 
 #: Exists in a checkout, not in an installed wheel.
 _TRAIN_PY = Path(__file__).parents[1] / "train.py"
@@ -139,7 +123,7 @@ def echo(text: str, stream: TextIO | None = None) -> None:
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
-        stream.write(plain(text).encode(encoding, _ALIKE).decode(encoding) + "\n")
+        stream.write(plain(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
         stream.flush()
     except OSError as error:
         _silence(stream)

@@ -28,9 +28,9 @@ from tests.shown import PAGES, commands, links, refusals, whole
 
 #: What `make slurm-up` starts, of which the pages show what it says.
 PARTITIONS = [
-    Partition("debug", is_default=True, nodes=2, minutes=None, gpus=(2,), cpus=2),
-    Partition("short", is_default=False, nodes=2, minutes=5, gpus=(2,), cpus=2),
-    Partition("gpu", is_default=False, nodes=2, minutes=None, gpus=(2,), cpus=2),
+    Partition("debug", is_default=True, gpus=(2,)),
+    Partition("short", is_default=False, gpus=(2,)),
+    Partition("gpu", is_default=False, gpus=(2,)),
 ]
 TEXTS = [page.read_text() for page in PAGES]
 REFUSED = [refusal for text in TEXTS for refusal in refusals(text)]

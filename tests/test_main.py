@@ -107,7 +107,7 @@ def test_ctrl_c_while_it_imports_is_quiet(words, tmp_path, environ):
         assert (process.wait(30), process.stdout.read()) == (130, b"")
 
 
-@pytest.mark.parametrize("words", [["status"], ["report", "--html", "--md", "--csv"], ["compare", "."]])
+@pytest.mark.parametrize("words", [["status"], ["report", "--html", "--md", "--latex"], ["compare", "."]])
 def test_a_folder_that_somebody_sent_is_read_and_runs_nothing(sweep, environ, words):
     """As a process of its own: what Python imports before the command begins cannot be seen from within."""
     sweep.begin(0)
@@ -128,7 +128,7 @@ def test_a_folder_that_somebody_sent_is_read_and_runs_nothing(sweep, environ, wo
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("expalin", "try explain"), ("explain --agianst a", "try --against"), ("plan --model toy", "try model=toy"),
+        ("expalin", "try explain"), ("explain --jsno a", "try --json"), ("plan --model toy", "try model=toy"),
         ("sbatch --model=toy", "try model=toy"), ("status a b", ""),
     ],
 )  # fmt: skip

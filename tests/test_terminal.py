@@ -54,9 +54,12 @@ def test_hint_names_no_missing_file(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("encoding", "written"),
-    [("ascii", "toy - fp32 +-3%...\n---\\xe92\\x1b\n"), ("latin-1", "toy · fp32 ±3%...\n---é2\\x1b\n")],
+    [
+        ("ascii", "toy \\xb7 fp32 \\xb13%\\u2026\n\\u2500\\u2500\\u2500\\xe92\\x1b\n"),
+        ("latin-1", "toy · fp32 ±3%\\u2026\n\\u2500\\u2500\\u2500é2\\x1b\n"),
+    ],
 )
-def test_characters_the_stream_lacks_are_drawn_in_ascii(encoding, written):
+def test_characters_the_stream_lacks_are_escaped(encoding, written):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding)
     echo("toy · fp32 ±3%…\n───é2\x1b", stream)

@@ -127,14 +127,12 @@ def _carried_out(arguments: argparse.Namespace) -> Path:
             else:
                 sides = until_done.enter_context(alternating.checkouts(arguments.checkout, overrides))
             directory = store.claim_directory(Path("outputs").absolute(), name, "outputs", fill)
-            store.lock(directory, "outputs")  # it must not look finished between two blocks
             try:
                 alternating.run(sides, overrides, repeat, directory)
             except BaseException:
                 if store.holding(directory, store.RECORD):
                     echo(f"records      {directory}")
                 else:  # refused, or stopped before the first run
-                    store.unlock(directory)
                     shutil.rmtree(directory, ignore_errors=True)
                 raise
     except local.Stopped as stop:

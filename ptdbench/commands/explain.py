@@ -13,8 +13,8 @@ HELP = "time and memory breakdown of a step, and why one run is faster than anot
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``explain``."""
-    parser.add_argument("directory", type=Path, help="a run's directory, or a sweep's")
-    parser.add_argument("--against", type=Path, metavar="RUN", help="another run, to compare a run with")
+    words = "of runs, sweeps or folders of them"
+    parser.add_argument("directories", nargs="+", type=Path, metavar="directory", help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
 
 
@@ -24,7 +24,7 @@ def main(arguments: argparse.Namespace) -> int:
     from ptdbench.report import explanation, text
 
     try:
-        explained = explanation.explain(arguments.directory, arguments.against)
+        explained = explanation.explain(arguments.directories)
     except explanation.Refused as refusal:
         echo(str(refusal), sys.stderr)
         return 1

@@ -1,30 +1,26 @@
-"""``ptdbench report outputs/<sweep>``: the results of a sweep in one file to send, as HTML, Markdown, LaTeX or CSV."""
+"""``ptdbench report outputs/<sweep>``: the results of a sweep in one file to send, as HTML, Markdown or LaTeX."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import webbrowser
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.terminal import echo, plain, plural
+from ptdbench.terminal import echo, plural
 
 if TYPE_CHECKING:
     from ptdbench.records.run_record import RunRecord
 
-HELP = "one file to send: tables, figures, failures and commands of sweeps as HTML, Markdown, LaTeX or CSV"
+HELP = "one file to send: tables, figures, failures and commands of sweeps as HTML, Markdown or LaTeX"
 
 #: Extensions of files by the name of their option.
-_FORMS = {"html": "html", "md": "md", "latex": "tex", "csv": "csv"}
-
-#: Maximum length of a comment on GitHub, in characters.
-_MOST_OF_COMMENT = 65_536
+_FORMS = {"html": "html", "md": "md", "latex": "tex"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", action="store_true", help="write report.html; the default")
     parser.add_argument("--md", action="store_true", help="write report.md, for pull requests")
     parser.add_argument("--latex", action="store_true", help="write report.tex, tables for papers, with booktabs")
-    parser.add_argument("--csv", action="store_true", help="write report.csv, a row for each run with all its fields")
     parser.add_argument("--title", help="the title; without it, models and directories")
     where = "where to write; without it, in the first directory"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=where)
@@ -54,14 +49,10 @@ def main(arguments: argparse.Namespace) -> int:
     arguments.directories, runs = _loaded(arguments.directories or [_newest()])
     paths = _paths(arguments)
     title = arguments.title or _title(arguments.directories, runs)
-    texts = {form: _text(form, title, _subtitle(runs), runs) for form in paths}
-    for form, path in paths.items():
-        replace_bytes(path, texts[form].encode("utf-8", "backslashreplace"))
-    for form, path in paths.items():
+    texts = {path: _text(form, title, _subtitle(runs), runs) for form, path in paths.items()}
+    for path, text in texts.items():
+        replace_bytes(path, text.encode("utf-8", "backslashreplace"))
         echo(f"report       {path}")
-        if form == "md" and len(texts[form]) > _MOST_OF_COMMENT:
-            said = f"{path} has {len(texts[form]):,} characters, and a comment on GitHub {_MOST_OF_COMMENT:,} at most"
-            echo(said, sys.stderr)
     if arguments.open and not webbrowser.open(paths["html"].absolute().as_uri()):
         echo(f"no browser was found to show {paths['html']}", sys.stderr)
     return 0
@@ -140,22 +131,9 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
 
 
 def _text(form: str, title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
-    if form == "csv":
-        from ptdbench.records.load import Run, Runs
-
-        frame = Runs(Run(run, Path(run.directory)) for run in runs).frame()
-        return str(frame.apply(lambda column: column.map(_cell)).rename(columns=_cell).to_csv(index=False))
     from ptdbench.report.latex import latex
     from ptdbench.report.markdown import markdown
     from ptdbench.report.page.document import page
 
     write: Callable[[str, str, Sequence[RunRecord]], str] = {"html": page, "md": markdown, "latex": latex}[form]
     return write(title, subtitle, runs)
-
-
-def _cell(value: Any) -> Any:
-    """Return a cell for CSV: lists as JSON, and text escaped so that spreadsheets do not take it for a formula."""
-    text = json.dumps(value) if isinstance(value, list | dict) else value
-    if not isinstance(text, str):
-        return text
-    return f"'{plain(text)}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else plain(text)

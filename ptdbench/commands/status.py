@@ -14,7 +14,7 @@ HELP = "the state of every run of a sweep, and its final table once all have end
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``status``."""
-    parser.add_argument("directory", type=Path, help="of a sweep, a run, or a folder of them")
+    parser.add_argument("directory", type=Path, help="of a sweep, a run, or a folder of runs")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
 
 

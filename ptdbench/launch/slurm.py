@@ -10,10 +10,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -44,10 +43,6 @@ _SACCT = (
     "--format=JobID,State,Elapsed,NodeList,Reason,JobName%200",
 )  # fmt: skip
 
-#: Prefix, ahead of the job's id, of the file by which ranks in a container ask the job's script to requeue it: images
-#: lack SLURM's commands.
-REQUEUE = ".requeue-"
-
 
 class SlurmError(RuntimeError):
     """SLURM could not be reached, or refused."""
@@ -59,10 +54,7 @@ class Partition:
 
     name: str  #: As in ``cluster.partition``.
     is_default: bool  #: Whether it is used if none is named.
-    nodes: int  #: Number of nodes, in any state.
-    minutes: int | None  #: Its time limit, or ``None`` if it has none.
     gpus: tuple[int, ...]  #: The distinct numbers of GPUs per node, ascending.
-    cpus: int  #: CPUs of its largest node, as SLURM counts them.
 
 
 @dataclass(frozen=True)
@@ -88,17 +80,11 @@ def available() -> bool:
 
 def partitions() -> list[Partition]:
     """Return all partitions, including hidden ones, to which jobs may be submitted too; raises SlurmError."""
-    # --exact: one line per kind of node, instead of one line with "2+" CPUs.
-    lines = _output("sinfo", "--all", "--exact", "--noconvert", "--noheader", "--format=%P|%l|%D|%c|%G").splitlines()
-    by_name: dict[str, Partition] = {}
-    for line in lines:
-        marked, limit, nodes, cpus, gres = line.split("|", 4)
-        name = marked.removesuffix("*")
-        minutes = None if (seconds := _seconds(limit)) is None else seconds // 60
-        so_far = by_name.get(name) or Partition(name, marked.endswith("*"), 0, minutes, gpus=(), cpus=0)
-        gpus = tuple(sorted({*so_far.gpus, *([gpu_count(gres)] if int(nodes) else [])}))
-        by_name[name] = replace(so_far, nodes=so_far.nodes + int(nodes), gpus=gpus, cpus=max(so_far.cpus, int(cpus)))
-    return list(by_name.values())
+    lines = _output("sinfo", "--all", "--noheader", "--format=%P|%D|%G").splitlines()  # one for each kind of node
+    counts: dict[str, set[int]] = {}
+    for marked, nodes, gres in (line.split("|", 2) for line in lines):
+        counts.setdefault(marked, set()).update([gpu_count(gres)] if nodes != "0" else [])
+    return [Partition(name.removesuffix("*"), name.endswith("*"), (*sorted(gpus),)) for name, gpus in counts.items()]
 
 
 def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
@@ -169,18 +155,7 @@ def clusters() -> list[str]:
     """Return the names of the clusters that SLURM's commands address; raises SlurmError."""
     if chosen := os.environ.get("SLURM_CLUSTERS"):
         return chosen.split(",")
-    return _configured("ClusterName")
-
-
-def longest_array() -> int:
-    """Return how many jobs an array may have on every cluster addressed, as far as SLURM says."""
-    with suppress(SlurmError, ValueError):
-        return max(1, min(map(int, _configured("MaxArraySize"))))  # 0: there are no arrays
-    return sys.maxsize
-
-
-def _configured(name: str) -> list[str]:
-    return re.findall(rf"^{name}\s*=\s*(\S+)", _output("scontrol", "show", "config"), re.MULTILINE)
+    return re.findall(r"^ClusterName\s*=\s*(\S+)", _output("scontrol", "show", "config"), re.MULTILINE)
 
 
 @cache
@@ -212,11 +187,6 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
 def restarts(environ: Mapping[str, str]) -> int:
     """Return how often the job of this process was requeued."""
     return int(environ.get("SLURM_RESTART_COUNT") or 0)
-
-
-def requeue(job: str) -> None:
-    """Requeue a job, or an array element as squeue prints it, which ends it here; raises SlurmError."""
-    _run("scontrol", "requeue", job)
 
 
 def end_step(environ: Mapping[str, str], after: float) -> None:

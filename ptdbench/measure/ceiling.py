@@ -111,17 +111,6 @@ def measure(
     return Matmul([of_rank.rates for of_rank in ranks], _ceilings(ranks, load), load)
 
 
-def measure_again(world: World, device: torch.device, dtype: str, alive: Callable[[], object]) -> Measured:
-    """Re-measure the ceiling of rank 0's device, cached if higher; called in all ranks, with the same result.
-
-    Raise ConfigError if the matrices do not fit into the free memory.
-    """
-    shapes = [ProductShape.of(shape) for shape in AUTO_SHAPES[device.type]]
-    ceilings = measure(world, device, shapes, [dtype], 0.5, copies=False, alive=alive).ceilings
-    keep_ceilings(world, ceilings, only_higher=True)
-    return convert(ceilings[0], Measured, from_attributes=True)
-
-
 def known_ceiling(
     world: World, device: torch.device, dtype: str, cpus_per_rank: int | str
 ) -> tuple[Measured | None, str | None]:

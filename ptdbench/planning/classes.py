@@ -102,7 +102,6 @@ def merged(records: Sequence[Record], stands_for: Mapping[int, int]) -> Record:
         first.memory = Memory(
             ranks={kind: [*chain(*((memory.ranks or {})[kind] for memory in memories))] for kind in KINDS},
             moments=[*chain(*(memory.moments or () for memory in memories))],
-            pass_seconds=sum(memory.pass_seconds or 0.0 for memory in memories),
         )
     if first.metrics:
         first.metrics.peak_memory_bytes = max(of_ranks.peak_memory_bytes or 0 for of_ranks in metrics)

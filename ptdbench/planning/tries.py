@@ -31,7 +31,6 @@ _SHORT = {
     "eval.every": None,
     "checkpoint.every_steps": None,
     "profile.steps": 0,
-    "objective": "throughput",
     "profile.trace": False,
     "resume": None,
     "check": False,

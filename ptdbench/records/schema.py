@@ -69,19 +69,15 @@ class Metrics(Struct):
     #: Tokens of all ranks in all timed steps, per second of these steps; null if samples are not token sequences.
     tokens_per_second: Positive | None = None
     samples_per_second: Positive | None = None  #: Samples of all ranks in all timed steps, per second of these steps.
-    tokens_per_second_per_device: Positive | None = None  #: The same per device.
-    samples_per_second_per_device: Positive | None = None  #: The same per device.
     #: FLOP/s of all devices by the model's formula, with full (not causal) attention and without recomputation.
     model_flops_per_second: Quantity | None = None
     mfu: Quantity | None = None  #: Model FLOP/s of a device over its dense peak from the data sheet.
     mfu_reason: str | None = None  #: Why there is no ``mfu``.
-    #: In fp8, model FLOP/s of a device over its bf16 peak, for comparison with bf16 runs.
-    mfu_of_bf16: Quantity | None = None
     #: FLOP/s that ``workload=matmul`` measured on this device in this arithmetic.
     ceiling_flops_per_second: Positive | None = None
     #: Whether other processes used the device during that measurement, so that it may be too low; null if unknown.
     ceiling_beside_load: bool | None = None
-    #: Model FLOP/s of a device over that ceiling; if it is above 1, ``remarks.ceiling`` says why.
+    #: Model FLOP/s of a device over that ceiling; above 1 it should be measured again, by ``workload=matmul``.
     share_of_ceiling: Quantity | None = None
     ceiling_reason: str | None = None  #: Why there is no ceiling.
     #: Share of the timed steps spent waiting for batches; on a GPU only waits that left the device idle count.
@@ -99,9 +95,7 @@ class Metrics(Struct):
     first_step_seconds: Amount | None = None
     #: These seconds by phase: ``import``, ``config``, ``rendezvous``, ``check``, ``build``, ``first_step``.
     startup_seconds: dict[str, Amount] | None = None
-    #: ``model_flops_per_second`` without what causal attention masks; null if unknown.
-    causal_flops_per_second: Quantity | None = None
-    mfu_causal: Quantity | None = None  #: The MFU from these FLOP/s.
+    mfu_causal: Quantity | None = None  #: The MFU without the FLOPs that causal attention masks; null if unknown.
 
     @property
     def rate(self) -> float | None:
@@ -160,7 +154,6 @@ class Phases(Struct):
     #: For each stage, the names of its parts other than repeated layers, such as ``embedding`` and ``head``; null
     #: without a pipeline.
     stage_parts: list[list[str]] | None = None
-    pass_seconds: Amount | None = None  #: Duration of profiling, from the first profiled step to the last figure.
     #: How messages between stages are sent. ``edges``: over an NCCL communicator for each pair of ranks and direction
     #: (torch 2.15 on). ``directions``: over one for activations and one for gradients (2.14). ``one``: over a single
     #: one, in call order. ``messages``: each independently, over gloo. Null without a pipeline.
@@ -185,7 +178,6 @@ class Memory(Struct):
     #: The part of the step in which each rank had its peak: ``data``, ``forward``, ``backward``, ``optimizer`` or
     #: ``other``.
     moments: list[str] | None = None
-    pass_seconds: Amount | None = None  #: Duration of the memory analysis.
 
 
 class Messages(Struct):
@@ -340,9 +332,7 @@ class Energy(Struct):
     steps: Count | None = None  #: Number of steps during which energy was metered; minimum over devices.
     seconds: Amount | None = None  #: Their duration; minimum over devices.
     watts: Amount | None = None  #: Mean power of all devices together.
-    joules_per_step: Amount | None = None  #: Energy of all devices in one step.
-    joules_per_sample: Amount | None = None  #: The same over the samples of the global batch.
-    joules_per_token: Amount | None = None  #: The same over its tokens; null if samples are not token sequences.
+    joules_per_sample: Amount | None = None  #: Energy of all devices in one step over the samples of its global batch.
     reason: str | None = None  #: Why there are no figures.
 
 
@@ -422,7 +412,6 @@ class Remarks(Struct, omit_defaults=True):
     #: How a pipeline's stages were found: by the model's ``parts()``, or by following its ``forward``.
     stages_by: str | None = None
     kernels: str | None = None  #: What of ours was used with ``kernels=torch``.
-    ceiling: str | None = None  #: That the run exceeded the ceiling, and the result of measuring the ceiling again.
     cut_short: str | None = None  #: Why there were fewer steps than requested.
     #: The step and the checkpoint from which the run resumed, and how its ranks or its layout changed since then.
     resumed: str | None = None

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ptdbench.files import create_atomically, read_bytes, replace_bytes, strict, write_json
+from ptdbench.files import create_atomically, read_bytes, strict, write_json
 from ptdbench.problems import ConfigError, Problem, in_shell
 from ptdbench.records.run_record import RunRecord, parse
 from ptdbench.records.schema import Draft, Written
@@ -100,70 +100,30 @@ def load_or_set_aside(directory: Path) -> RunRecord | None:
 def append_result(sweep_directory: Path, record: Written) -> None:
     """Add a record to the results of a sweep, whose runs may end at the same time in several processes.
 
-    A run has one line: an older line, from before the run was resumed, is replaced atomically. A partial line, left by
-    a killed writer, is removed: its run still has its own record.
+    Of a run that is done again the last line counts. A partial line, left by a killed writer, is removed: its run still
+    has its own record.
 
     Raises:
-        OSError: The line could not be written; the file is left unchanged.
+        OSError: The line could not be written; the others are left unchanged.
     """
-    path, name = sweep_directory / RESULTS, below(sweep_directory, record["directory"])
-    line = (json.dumps(strict(record), allow_nan=False) + "\n").encode()
-    with _locked_results(path) as descriptor:
+    path, line = sweep_directory / RESULTS, (json.dumps(strict(record), allow_nan=False) + "\n").encode()
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        with suppress(OSError):  # without locks, a single appending write is the best that can be done
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         end = _cut_torn_line(descriptor)
-        data = os.pread(descriptor, end, 0)
-        # The common case, a run without an older line, needs no look at each line.
-        written = data.splitlines(keepends=True) if _last_part(name) in data else []
-        kept = [one for one in written if not _is_of(one, sweep_directory, name)]
-        if len(kept) < len(written):
-            replace_bytes(path, b"".join([*kept, line]))
-        elif os.write(descriptor, line) != len(line):
+        if os.write(descriptor, line) != len(line):
             os.ftruncate(descriptor, end)
             raise OSError(f"no room for a result in {path}")
-
-
-@contextmanager
-def _locked_results(path: Path) -> Iterator[int]:
-    """Open and lock the file; create it if it is missing."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            with suppress(OSError):  # without locks, a single appending write is the best that can be done
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_at(path, descriptor):
-                yield descriptor
-                return
-        finally:
-            os.close(descriptor)  # also releases the lock
-        # Another process has replaced the file while this one waited.
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _is_of(line: bytes, sweep_directory: Path, name: str) -> bool:
-    """Return whether a line of results belongs to the run in the directory ``name`` below the sweep's."""
-    if _last_part(name) not in line:  # saves parsing the lines of all other runs
-        return False
-    try:
-        return below(sweep_directory, json.loads(line)["directory"]) == name
-    except (ValueError, LookupError, TypeError):  # damaged: read_results reports it
-        return False
-
-
-def _last_part(name: str) -> bytes:
-    """Return the last part of a run's directory, as it is written in a line of results."""
-    return json.dumps(Path(name).name)[1:-1].encode()
+    finally:
+        os.close(descriptor)  # also releases the lock
 
 
 def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _: None) -> list[RunRecord]:
     """Return the records of a sweep in the order in which its runs ended.
 
-    If a run has several records, as earlier versions left after a resume, the last one counts. ``tell`` is called with
-    a message for each damaged line, which is skipped, and for a file that cannot be read. A partial last line, left by
+    If a run has several records, as after a resume, the last one counts. ``tell`` is called with a message for each
+    damaged line, which is skipped, and for a file that cannot be read. A partial last line, left by
     a killed writer, is ignored: its run has its own record.
     """
     path = sweep_directory / RESULTS

@@ -131,7 +131,6 @@ def of_runs(records: Mapping[str, RunRecord], width: int) -> str:
     steps = {called: recorded_phases.step(record) for called, record in records.items()}
     rows = {called: [step.seconds, *step.phases.values()] for called, step in steps.items()}
     remarks = [remark for called, record in records.items() for remark in why.remarks(record, called)]
-    remarks += why.costs_of_imbalance(records)
     times = _times("run", "ms of a step, means over ranks", rows, width)
     return _blocks(times, records, memory_of_runs(records, width), remarks, width)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,20 +42,19 @@ class Explanation:
     reasons: list[str] = field(default_factory=list)  #: Why other runs are not explained.
 
 
-def explain(directory: Path, against: Path | None) -> Explanation:
-    """Explain the runs of a directory, or one run against another.
+def explain(directories: Sequence[Path]) -> Explanation:
+    """Explain the runs of directories, each run once.
 
     Raises:
         Refused: There is nothing to explain.
     """
-    if against:
-        return Explanation([_pair(directory, against)])
-    runs = read(directory)
+    unique = {Path(run.directory).resolve(): run for directory in directories for run in read(directory)}
+    runs = list(unique.values())
     imitated = [run for run in runs if virtual.has_figures(run)]
     explanation = Explanation([], virtual=dict(zip(labels.names(imitated), imitated, strict=True)))
-    if is_run(directory):
-        if not imitated:
-            _require_phases(*runs)
+    if len(runs) == 1 and is_run(directories[0]):
+        if not imitated and (reasons := _without_phases(runs)):
+            raise Refused("\n".join(reasons))
         if not recorded_phases.missing(runs[0]):  # a virtual run has none
             (called,) = labels.names(runs)
             explanation.groups.append(Group(called, {called: runs[0]}, [1], []))
@@ -142,33 +140,6 @@ def _side_by_side(places: Sequence[Standing], ranked: Ranking) -> Group:
         listed = ", ".join(f"{name} ({plural(count, 'run')})" for name, count in zip(named, repeats, strict=True))
         lines.append(f"shown: the run with the median throughput of {listed}")
     return Group(reference, runs, repeats, lines)
-
-
-def _pair(directory: Path, other: Path) -> Group:
-    """Compare one run with another."""
-    run, against = _single(directory), _single(other)
-    _require_phases(run, against)
-    if difference := recorded_phases.work_difference(run, against):
-        rule = f"they did other work, {difference}; give two runs of the same model, global batch and precision"
-        raise Refused(f"{directory} and {other}: {rule}")
-    if directory.resolve() == other.resolve():
-        raise Refused(f"{directory} and {other}: they are the same run; give two")
-    called, reference = labels.names([run, against])
-    lines = [why.compare(run, against, called, reference), *breakdown.compare_memory(run, against, called, reference)]
-    return Group(reference, {called: run, reference: against}, [1, 1], lines)
-
-
-def _single(directory: Path) -> RunRecord:
-    runs = read(directory)
-    if not is_run(directory):
-        names = ", ".join(shlex.quote(run.directory) for run in runs[:3])
-        raise Refused(f"{directory}: --against compares two runs, and this is a folder of them; try {names}")
-    return runs[0]
-
-
-def _require_phases(*runs: RunRecord) -> None:
-    if reasons := _without_phases(runs):
-        raise Refused("\n".join(reasons))
 
 
 def _without_phases(runs: Sequence[RunRecord]) -> list[str]:

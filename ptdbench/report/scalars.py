@@ -128,53 +128,33 @@ def _started(record: RunRecord) -> float:
     return datetime.fromisoformat(record.started or "").timestamp()
 
 
-def swept(directory: Path) -> dict[str, bool]:
-    """Return the options to which a run's sweep gives several values, and whether all values are numbers."""
+def swept(directory: Path) -> list[str]:
+    """Return the options to which the command line of a run's sweep gives several values."""
     if (sweep := ledger.sweep_of(directory.resolve())) is None:
-        return {}
+        return []
     # Imported here, as most users of this module do not need Hydra.
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
     from hydra.errors import HydraException
 
-    def is_number(override: Override) -> bool:
-        given = override.value()
-        values = given.list if isinstance(given, ChoiceSweep) else []
-        return not isinstance(given, Glob) and all(type(one) in (int, float) for one in values)
-
-    parser, last = OverridesParser.create(), dict[str, Override]()
-    with suppress(Damaged, PermissionError):
-        for word in [*_of_files(sweep), *ledger.read(sweep).overrides]:
-            with suppress(HydraException):
-                override = parser.parse_override(word)
-                last[override.key_or_group] = override
-    return {name: is_number(override) for name, override in last.items() if override.is_sweep_override()}
-
-
-def _of_files(sweep: Path) -> list[str]:
-    """Return the lists of a sweep that come from a configuration file, by ``hydra.sweeper.params``."""
-    from omegaconf import OmegaConf
-
-    with suppress(Exception):  # Hydra may write no such file, and YAML parsers raise more types than they document
-        params = OmegaConf.select(OmegaConf.load(sweep / "multirun.yaml"), "hydra.sweeper.params")
-        return [f"{name}={value}" for name, value in params.items()]
+    with suppress(Damaged, PermissionError, HydraException):
+        typed = OverridesParser.create().parse_overrides(ledger.read(sweep).overrides)
+        return [override.key_or_group for override in typed if override.is_sweep_override()]
     return []
 
 
-def hparams(record: RunRecord, swept: Mapping[str, bool]) -> dict[str, str | float]:
+def hparams(record: RunRecord, swept: Sequence[str]) -> dict[str, str | float]:
     """Return the hyperparameters that distinguish the runs of a sweep.
 
-    Every run has all of them, because TensorBoard takes the columns from the first run that it reads. Mixed values such
-    as ``auto,2`` are text, as it cannot sort a column of numbers and words.
+    Every run has all of them, because TensorBoard takes the columns from the first run that it reads.
     """
     config, called = options(record), short_names(swept)
     chosen: dict[str, str | float] = {
         name: getattr(record, name) or "" for name in ("model", "parallel", "precision", "kernels")
     }
     chosen |= {"ranks": record.world_size or 0, "batch": record.global_batch or 0}
-    for name, is_number in swept.items():
+    for name in swept:
         value = config.get(name)
-        chosen[called[name]] = value if is_number and isinstance(value, int | float) else as_typed(value)
+        chosen[called[name]] = value if isinstance(value, int | float) else as_typed(value)
     return chosen
 
 

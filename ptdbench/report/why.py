@@ -8,7 +8,6 @@ from statistics import fmean
 
 from ptdbench.comparison.ranking import Standing
 from ptdbench.profiling.phases import PHASES
-from ptdbench.records.record import work
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Communication, Phases
 from ptdbench.report import recorded_phases
@@ -26,9 +25,6 @@ _SHORTER = 0.95
 
 #: Tolerances of traffic relative to its formula, and in bytes, for messages of single numbers.
 _AS_FORMULA, _SINGLE_NUMBERS = 0.01, 100
-
-#: The option for load balancing of experts, and the value that enforces it.
-_BALANCE, _FORCED = "model.router.balance", "forced"
 
 #: A straggler is named if ranks wait for it for at least this fraction of the step.
 _WAITED = 0.02
@@ -103,19 +99,6 @@ def remarks(record: RunRecord, called: str) -> Iterator[str]:
         yield f"{called}: bubble {bubble}"
     if ranks := "; ".join([*_uneven(phases), *_straggler(phases)]):
         yield f"{called}: {ranks}"
-
-
-def costs_of_imbalance(records: Mapping[str, RunRecord]) -> Iterator[str]:
-    """Compare runs with expert parallelism to the same runs with forced balance, if both are present."""
-
-    def same(record: RunRecord) -> tuple[int | None, str]:
-        return record.world_size, work(record.config, {_BALANCE})
-
-    forced = [(called, record) for called, record in records.items() if record.option(_BALANCE, str) == _FORCED]
-    for called, record in records.items():
-        twin = next(((name, other) for name, other in forced if same(other) == same(record)), None)
-        if twin and twin[1] is not record and record.experts.fullest_rank:
-            yield f"imbalance: {compare(record, twin[1], called, twin[0])}"
 
 
 def doubt(record: RunRecord, called: str) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ptdbench.kernels.choice import Kernels
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import store
 from ptdbench.records.effects import OF_CHOICE, leaves
-from ptdbench.records.record import DIRECTIONS, Objective, configuration
+from ptdbench.records.record import configuration
 from ptdbench.records.schema import Written
 from ptdbench.setup import signature
 from ptdbench.setup.signature import Limit, at_least
@@ -50,9 +50,6 @@ OmegaConf.register_new_resolver("class_name", lambda target: str(target).rpartit
 
 # Resolver for conf/: names may be any text, but a run's directory must stay inside the output folder.
 OmegaConf.register_new_resolver("file_name", store.file_name, replace=True)
-
-# Resolver for the options of a sweeper: whether it minimizes or maximizes the objective.
-OmegaConf.register_new_resolver("direction", DIRECTIONS.__getitem__, replace=True)
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,6 @@ class Slurm(Cluster):
     """Ranks that a SLURM job will start; see ``conf/cluster/slurm.yaml``."""
 
     submit: Literal["wait", "detach", "test"]
-    log: str | None
     chdir: str | None
     gpus_per_node: Natural | Literal["auto"]
     partition: str | None
@@ -152,7 +148,6 @@ class Slurm(Cluster):
     mem_gb: Memory | None
     exclusive: bool
     requeue: bool
-    max_requeues: Natural
     mail_user: str | None
     mail_type: str | None
     dependency: str | None
@@ -178,7 +173,6 @@ class General:
     reshape: bool
     timeout_minutes: Minutes | None
     check: bool
-    objective: Objective
     memory_reserve: Reserve | None
 
 
@@ -254,8 +248,9 @@ class Config:
         require(*_control_characters(options))
         if "name" not in options:
             raise ConfigError([Problem("cluster.name", "(not set)", "must be given", _INHERIT)])
-        if "submit" not in options:
-            return _typed(Cluster, "cluster", options)
+        if "submit" not in options:  # what files set for jobs has no effect here
+            of_jobs = Slurm.__annotations__.keys()
+            return _typed(Cluster, "cluster", {name: value for name, value in options.items() if name not in of_jobs})
         if isinstance(within := options.get("container"), Mapping):
             options = {**options, "container": _typed(Container, "cluster.container", within)}
         return _typed(Slurm, "cluster", options)

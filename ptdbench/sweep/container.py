@@ -51,7 +51,7 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
     """Return the folders of this machine that a run uses: ptdbench, the current directory, outputs, data and caches.
 
     Paths are absolute, with what links lead to; there are none if the run uses no container. A plain script has no
-    sweep directory (``outputs`` is ``None``), nor is its output in ``cluster.log``.
+    sweep directory: ``outputs`` is ``None``.
     """
     if not (isinstance(config.cluster, Slurm) and config.cluster.container.image):
         return []
@@ -63,18 +63,11 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
     below = [path for path in paths if not (path.is_absolute() or ".." in path.parts)]
     made_in = (next(one for one in (path, *path.parents) if one.exists()) for path in below)
     here = [Path.cwd(), user_cache(), *filter(Path.exists, paths), *made_in]
-    if outputs and config.cluster.log:
-        here.append(without_patterns(Path(config.cluster.log).expanduser().absolute()))
     if outputs:
         here.append(outputs)
     if not _is_installed():
         here.append(PACKAGE.parent)
     return outermost(one for path in here for one in (path.absolute(), path.resolve()))  # what links lead to, too
-
-
-def without_patterns(path: Path) -> Path:
-    """Return the innermost folder of a path for output that is the same for all jobs: it has no pattern of SLURM's."""
-    return next(folder for folder in (path, *path.parents) if "%" not in str(folder))
 
 
 def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path]) -> Step:

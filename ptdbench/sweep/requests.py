@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +57,11 @@ def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Run]:
     return _runnable(_checked(setup_runs.of(composed), [shape for shape in shapes if shape], None, goes_on))
 
 
-def of_search(run: Run) -> Run:
-    """Return a run that a sweeper has just chosen, specified or refused.
-
-    Raises:
-        ConfigError: SLURM is not available here, or lacks resources that the run requests.
-    """
-    cluster = run.config.cluster
-    shape = shape_of(run.config, _partitions(cluster)) if isinstance(cluster, Slurm) else None
-    return replace(run, shape=shape, **_specified(run.config, shape, None, None))
-
-
-def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partition] | None = None) -> Shape:
+def shape_of(read: Config, known: Sequence[Partition]) -> Shape:
     """Return the shape of a run's job; ``known`` are the cluster's partitions, empty without SLURM.
 
-    ``limits`` are the partitions that must have the requested resources, by default the known ones.
-
     Raises:
-        ConfigError: The cluster lacks requested resources, or the options contradict each other.
+        ConfigError: The cluster has no such partition or GPUs, or the options contradict each other.
     """
     cluster = read.cluster
     assert isinstance(cluster, Slurm)
@@ -85,7 +72,7 @@ def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partitio
         return choices.build(read, "parallel").ranks(available) if trains else available
 
     shape = resources.shape(cluster, read.general.device, ranks, known)
-    require(*resources.check(cluster, shape, known if limits is None else limits))
+    require(*resources.check(cluster, shape, known))
     return shape
 
 
@@ -174,13 +161,10 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
         ConfigError: The overrides are invalid, or request jobs of several shapes.
     """
     source = source or Source(compose.conf_folder())
-    own = [override for override in overrides if not commandline.is_cluster(override)]
-    is_chosen = "cluster" in map(commandline.option, overrides)
-    if is_chosen:  # files may choose several, which this one replaces
-        own = ["cluster=local", *own]
-    in_files = compose.compose_all(own, True, source)
-    is_chosen = is_chosen or all(map(_has_jobs, in_files.configs))
-    composed = compose.compose_all([*overrides, *([] if is_chosen else ["cluster=slurm"])], True, source)
+    own, has_jobs = [override for override in overrides if not commandline.is_cluster(override)], [True]
+    if "cluster" not in map(commandline.option, overrides):  # files may choose one
+        has_jobs = [isinstance(read.cluster, Slurm) for read in compose.compose_all(own, True, source).configs]
+    composed = compose.compose_all([*overrides, *([] if all(has_jobs) else ["cluster=slurm"])], True, source)
     first = composed.configs[0]
     cluster = first.cluster
     if not isinstance(cluster, Slurm):
@@ -199,12 +183,15 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
     name = "sweep" if sweep else store.file_name(first.label)
     checkout = compose.conf_folder().with_name("train.py")  # works without an installed ptdbench
     program = [str(checkout)] if checkout.exists() else ["-m", "ptdbench", "train"]
-    words = [sys.executable, *program, *sweep, *source.flags, *_on_ranks(own, in_files, shape)]
+    ranks = [f"cluster.nodes={shape.nodes}", f"cluster.ranks_per_node={shape.ranks_per_node}"]
+    ranks += [f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else []
+    own = ["cluster=local", *own] if any(has_jobs) else own
+    words = [sys.executable, *program, *sweep, *source.flags, *own, *ranks]
     used = container.folders(first, None)
     step = container.enter(resources.Step(words), cluster.container, shape, used)
     text = resources.script(cluster, shape, f"ptdbench-{name}", [step], resources.Output("ptdbench-%j.log"))
-    if own := slurm.ignored_variables(os.environ):
-        remarks.append(f"sbatch prefers these variables of this shell to the script's lines: {' '.join(own)}")
+    if preferred := slurm.ignored_variables(os.environ):
+        remarks.append(f"sbatch prefers these variables of this shell to the script's lines: {' '.join(preferred)}")
     return text, remarks
 
 
@@ -233,20 +220,12 @@ def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:
         try:
             shapes.add(shape_of(job, known))
         except ConfigError as doubtful:
-            shapes.add(_elsewhere(job, known))
+            shapes.add(shape_of(_without_question(job), []))  # on another cluster
             remarks += [f"not on the SLURM of this machine: {problem}" for problem in doubtful.problems]
     if not known and any(_without_question(job) is not job for job in jobs):
         rule = "no SLURM here tells how many GPUs a node has, so the script asks for none"
         remarks.append(f"{rule}; try cluster.gpus_per_node=8")
     return shapes, list(dict.fromkeys(remarks))
-
-
-def _elsewhere(job: Config, known: Sequence[Partition]) -> Shape:
-    """Return the shape on a cluster other than this machine's."""
-    try:
-        return shape_of(job, known, limits=[])
-    except ConfigError:  # a partition that only the other cluster has
-        return shape_of(_without_question(job), [], limits=[])
 
 
 def _without_question(job: Config) -> Config:
@@ -255,24 +234,3 @@ def _without_question(job: Config) -> Config:
     if cluster["gpus_per_node"] != "auto" or cluster["gres"] or job.resolved["device"] == "cpu":
         return job
     return job.changed({"cluster.gpus_per_node": 0})
-
-
-def _on_ranks(own: Sequence[str], in_files: Composed, shape: Shape) -> list[str]:
-    """Return overrides for the same run on a launcher's ranks, which must match the shape, without cluster options.
-
-    ``in_files`` is composed from the run's ``own`` overrides, which do not mention the cluster.
-    """
-    if any(map(_has_jobs, in_files.configs)):
-        own = ["cluster=local", *own]
-        in_files = compose.compose_all(own, True, in_files.source)
-    of_ranks = {option.name for option in fields(config.Cluster)}
-    of_jobs = {name for read in in_files.configs for name in read.resolved["cluster"]} - of_ranks
-    # Set first, as a run without one, or with null, would have nothing to delete.
-    typed = [*own, *(word for name in sorted(of_jobs) for word in (f"++cluster.{name}=0", f"~cluster.{name}"))]
-    typed += [f"cluster.nodes={shape.nodes}", f"cluster.ranks_per_node={shape.ranks_per_node}"]
-    return [*typed, *([f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else [])]
-
-
-def _has_jobs(read: Config) -> bool:
-    """Return whether the cluster is a SLURM cluster, rather than this machine with a few of its options."""
-    return {option.name for option in fields(Slurm)} <= {*read.resolved["cluster"]}

@@ -34,7 +34,7 @@ GIVEN_BY = {name: f"cluster.{name}" for name in _SAME} | {
     "time": "cluster.time_minutes",
     "wait": "cluster.submit=wait",
     **dict.fromkeys(("cpus_per_gpu", "cpus_per_task"), "cluster.cpus_per_rank"),
-    **dict.fromkeys(("error", "open_mode", "output"), "cluster.log"),
+    **dict.fromkeys(("error", "open_mode", "output"), "hydra.sweep.dir, whose folder logs has the output"),
     **dict.fromkeys(("gpus", "gpus_per_task"), "cluster.gpus_per_node"),
     **dict.fromkeys(("ntasks_per_gpu", "ntasks_per_node"), "cluster.ranks_per_node"),
 }
@@ -76,11 +76,8 @@ def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Seque
 
 
 def check(cluster: Slurm, shape: Shape, known: Sequence[Partition]) -> list[Problem]:
-    """Return the problems of a request that SLURM would refuse, queue forever, or interpret differently."""
-    found = [*_contradictions(cluster, shape), *_extra(cluster), *_unknown_partitions(cluster, known)]
-    if chosen := _chosen(cluster, known):
-        found += _too_much(cluster, shape, chosen)
-    return found
+    """Return contradictions in a request, and names that SLURM does not know; SLURM itself tells what it lacks."""
+    return [*_contradictions(cluster, shape), *_extra(cluster), *_unknown_partitions(cluster, known)]
 
 
 def flags(cluster: Slurm, shape: Shape, name: str) -> dict[str, str | int | bool]:
@@ -125,7 +122,6 @@ class Output:
     job: str
     flags: Mapping[str, str | int] = field(default_factory=dict)  #: Additional flags for sbatch.
     setup: Sequence[str] = ()  #: Lines before the cluster's own setup.
-    after: Sequence[str] = ()  #: Lines after all ranks have ended.
 
 
 @dataclass(frozen=True)
@@ -150,8 +146,8 @@ def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], outpu
         )
         for step in steps
     ]
-    if len(lines) > 1 or output.after:
-        lines = ["failed=0", *(f"{line} || failed=$?" for line in lines), *output.after, "exit $failed"]
+    if len(lines) > 1:
+        lines = ["failed=0", *(f"{line} || failed=$?" for line in lines), "exit $failed"]
     return "\n".join([
         "#!/bin/bash",
         f"# {shape}",
@@ -233,45 +229,6 @@ def _extra(cluster: Slurm) -> Iterator[Problem]:
             yield Problem(option, value, "is no flag of sbatch: these have small letters, digits, - and _")
         elif not (value is None or isinstance(value, str | int | float)):
             yield Problem(option, value, "must be text, a number, or true for a flag without a value")
-
-
-def _too_much(cluster: Slurm, shape: Shape, chosen: Sequence[Partition]) -> Iterator[Problem]:
-    """Find resources that none of the partitions has."""
-    where = f"partition {' or '.join(partition.name for partition in chosen)}"
-    nodes, gpus = (max(p.nodes for p in chosen), max(max(p.gpus, default=0) for p in chosen))
-    if shape.nodes > nodes:
-        yield Problem("cluster.nodes", shape.nodes, f"{where} has {plural(nodes, 'node')}", f"try {nodes}")
-    limits = [p.minutes for p in chosen if p.minutes is not None]
-    # A quality of service may allow more than the partition; only SLURM knows.
-    if len(limits) == len(chosen) and cluster.time_minutes > max(limits) and not cluster.qos:
-        rule = f"{where} allows {plural(max(limits), 'minute')}"
-        yield Problem("cluster.time_minutes", cluster.time_minutes, rule, f"try {max(limits)}")
-    if shape.gpus_per_node > gpus:
-        yield _too_many_gpus(cluster, shape, f"a node of {where} has {plural(gpus, 'GPU')}", gpus)
-    else:  # too many ranks because of too many GPUs are not a second problem
-        yield from _too_many_cpus(cluster, shape, where, max(p.cpus for p in chosen))
-
-
-def _too_many_gpus(cluster: Slurm, shape: Shape, rule: str, most: int) -> Problem:
-    """Return a problem with the option that the number of GPUs came from, and values to try."""
-    if cluster.gpus_per_node != "auto":
-        return Problem("cluster.gpus_per_node", shape.gpus_per_node, rule, f"try auto, {most}")
-    if gpu_count(cluster.gres or ""):
-        return Problem("cluster.gres", cluster.gres, rule, "try null")
-    remedy = f"try auto, {most}, or device=cpu"
-    return Problem("cluster.ranks_per_node", shape.ranks_per_node, f"{rule}: one rank, one GPU", remedy)
-
-
-def _too_many_cpus(cluster: Slurm, shape: Shape, where: str, most: int) -> Iterator[Problem]:
-    """Find ranks that need more cores than a node has: SLURM gives each at least one, unless told to overcommit."""
-    cores, ranks = shape.cpus_per_rank or 1, shape.ranks_per_node
-    if cores * ranks <= most or cluster.extra.get("overcommit"):
-        return
-    rule = f"{plural(ranks, 'rank')} a node need {plural(cores * ranks, 'core')}, and a node of {where} has {most}"
-    if ranks <= most and shape.cpus_per_rank:
-        yield Problem("cluster.cpus_per_rank", cores, rule, f"try auto, {most // ranks}")
-    else:
-        yield Problem("cluster.ranks_per_node", cluster.ranks_per_node, rule, f"try {most // cores or most}")
 
 
 def _flag(name: str) -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ptdbench.launch import slurm
@@ -35,9 +33,6 @@ _OUT_OF_MEMORY = re.compile(
 #: Status of a run by the state in which SLURM ended its job; ``failed`` for all other states.
 STATUS_OF = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "OUT_OF_MEMORY": "oom", "PREEMPTED": "preempted"}
 
-#: The signal that SLURM sends to a job ahead of its time limit.
-WARNING = "SIGUSR2"
-
 #: The status of a run whose record cannot be read; no record itself has this status.
 DAMAGED = "damaged"
 
@@ -55,7 +50,6 @@ class Run:
     record: RunRecord  #: Its current record.
     is_over: bool  #: Whether it has ended and its result is among the sweep's.
     progress: Progress | None = None  #: The progress of a run that has not ended.
-    sweep: str = ""  #: Its sweep, if several are shown together; empty for a single run.
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class Sweep:
     silence: str = ""  #: Why SLURM could not be queried; empty if it could, or did not have to be.
     damage: Sequence[str] = ()  #: A message for each damaged line of its results, and for a damaged ledger.
     goes_on: bool = False  #: Whether a process here is executing it, and may start more runs.
-    #: Sweeps and single runs whose process was killed, to be resumed with these options, such as ``--config-dir``.
+    #: The sweep or single runs whose process was killed, to be resumed with these options, such as ``--config-dir``.
     killed: Mapping[Path, Sequence[str]] = field(default_factory=dict)
 
     @property
@@ -76,7 +70,7 @@ class Sweep:
 
 
 def settle(directory: Path) -> Sweep:
-    """Record how jobs ended that could not do so; return the status of a sweep, a run, or all runs in a folder.
+    """Record how jobs ended that could not do so; return the status of a sweep, a run, or the single runs in a folder.
 
     A job's end is recorded by the first process that comes here, with SLURM's state as the reason. A run whose record
     is damaged or gone is listed as :data:`DAMAGED`.
@@ -84,20 +78,6 @@ def settle(directory: Path) -> Sweep:
     Raises:
         FileNotFoundError: There is no run.
     """
-    if store.is_sweep(directory) or not (sweeps := store.holding(directory, *store.OF_SWEEPS)):
-        return _one(directory)
-    return _together(directory, [directory, *sorted(sweeps, key=_in_turn)])
-
-
-def _in_turn(sweep: Path) -> tuple[Path, int, bool]:
-    """Return a sort key that alternates the blocks of a comparison's two sides, which are in a folder for each side."""
-    if sweep.name.isdecimal():
-        return sweep.parent.parent, int(sweep.name), sweep.parent.name == "after"
-    return sweep, 0, False
-
-
-def _one(directory: Path) -> Sweep:
-    """Return the status of one sweep, or of the single runs in a folder."""
     damage: list[str] = []
     jobs = _jobs(directory, damage.append)
     results = _results(directory, damage.append)
@@ -154,26 +134,6 @@ def _of_this_machine(directory: Path, results: Mapping[str, RunRecord], submitte
                 found[name] = record_of(path)
     for name, record in found.items():
         yield Run(name, None, None, record, not record.is_open, read_progress(places.get(name, directory / name)))
-
-
-def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
-    """Combine several sweeps, and single runs beside them, into one whose directory contains them all."""
-    runs: list[Run] = []
-    damage: list[str] = []
-    killed: dict[Path, Sequence[str]] = {}
-    silence = ""
-    for path in sweeps:
-        with suppress(FileNotFoundError):  # it has just begun, and has no run yet
-            sweep, name = _one(path), path.relative_to(directory)
-            runs += [
-                replace(run, directory=str(name / run.directory), sweep=name.name and str(name)) for run in sweep.runs
-            ]
-            damage += sweep.damage
-            killed |= sweep.killed
-            silence = silence or sweep.silence
-    if not runs:
-        raise FileNotFoundError(directory)
-    return Sweep(runs, silence, damage, any(map(store.is_locked, sweeps)), killed)
 
 
 def _jobs(directory: Path, tell: Callable[[str], object]) -> list[ledger.Job]:
@@ -268,11 +228,6 @@ def _record_ends(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str
             kind, message = _end(job, state, begun=owner is not None)
             cause = of_launcher(kind, message + _saved(record))
             conclude(directory, job.directory, cause, STATUS_OF.get(kind, "failed"))
-        elif _was_signaled(record) and _reached_its_limit(record, _seconds(path, record, state)):
-            minutes = record.option("cluster.time_minutes", float)
-            limit = f"job {job.id} was about to reach its limit, cluster.time_minutes={minutes}"
-            cause = of_launcher("TIMEOUT", f"{limit}{OUTPUT}{job.log}{_saved(record)}")
-            conclude(directory, job.directory, cause, "timeout")
         elif result is None:
             store.append_result(directory, record.written)  # the job was killed between its record and the results
 
@@ -320,24 +275,6 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
 def _says_more(state: JobState | None) -> bool:
     """Return whether SLURM knows more about a job's end than success or failure."""
     return state is not None and state.state not in ("COMPLETED", "FAILED")
-
-
-def _seconds(directory: Path, record: RunRecord, state: JobState | None) -> float:
-    """Return how long a job has run, 0 if SLURM does not say; if SLURM has forgotten it, how long the run has."""
-    if state is not None:
-        return state.elapsed or 0
-    path = directory / store.RECORD
-    return path.stat().st_mtime - record.owner.started if record.owner and path.exists() else -math.inf
-
-
-def _reached_its_limit(record: RunRecord, elapsed: float) -> bool:
-    """Return whether the warning ahead of the time limit ended a run, for which SLURM only reports FAILED.
-
-    The warning is requested at most a tenth of the limit ahead (:meth:`ptdbench.sweep.submission.Array.script`), and
-    arrives up to a minute earlier than that (sbatch(1), ``--signal``).
-    """
-    minutes = record.option("cluster.time_minutes", float)
-    return WARNING in record.error.message and minutes is not None and elapsed >= 0.9 * 60 * minutes - 60
 
 
 def _saved(record: RunRecord) -> str:

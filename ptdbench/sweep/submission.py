@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import secrets
 import shlex
 import sys
@@ -55,21 +53,6 @@ def arrays(runs: Sequence[Run]) -> list[list[list[Run]]]:
     return list(alike.values())
 
 
-def _divided(runs: Sequence[Run], options: Mapping[str, Any]) -> Iterator[tuple[list[list[Run]], Mapping[str, Any]]]:
-    """Yield the :func:`arrays` of runs, none longer than SLURM allows, each with options for its script."""
-    alike = arrays(runs)
-    longest = slurm.longest_array() if max(map(len, alike), default=1) > 1 else 1
-    for jobs in alike:
-        parts, parallel = math.ceil(len(jobs) / longest), _of_launcher(options)["array_parallelism"]
-        if parallel < parts:
-            rule = f"{len(jobs)} jobs make {parts} arrays, each with one at once, as MaxArraySize is {longest} here"
-            require(Problem("hydra.launcher.array_parallelism", parallel, rule, f"try {parts}, or a smaller sweep"))
-        shared = {**_of_launcher(options), "array_parallelism": parallel // parts}
-        size = math.ceil(len(jobs) / parts)
-        for start in range(0, len(jobs), size):
-            yield jobs[start : start + size], shared
-
-
 def _given(job: Sequence[Run]) -> str:
     """Return everything that sbatch is given for the runs of a job, as text to compare."""
     texts = set()
@@ -77,7 +60,7 @@ def _given(job: Sequence[Run]) -> str:
         cluster, shape = run.cluster, run.shape
         assert shape is not None
         lines = (shape, resources.flags(cluster, shape, ""), resources.setup_lines(cluster, shape))
-        texts.add(repr((lines, cluster.srun_args, cluster.container, cluster.log)))
+        texts.add(repr((lines, cluster.srun_args, cluster.container)))
     if len(texts) > 1:
         raise ConfigError(list(_differences(job)))
     if len(job) > 1 and (requeue := job[0].cluster.requeue):
@@ -120,7 +103,7 @@ class Array:
     @property
     def output(self) -> Path:
         """Folder for the output of a job, with ``%j`` for its id."""
-        return Path(self.cluster.log or self.sweep / "logs" / "%j").expanduser().absolute()
+        return self.staging / "%j"
 
     @property
     def folders(self) -> list[Path]:
@@ -131,7 +114,7 @@ class Array:
     @property
     def staging(self) -> Path:
         """The common parent folder of all jobs' output."""
-        return container.without_patterns(self.output)
+        return (self.sweep / "logs").absolute()
 
     @cached_property
     def used(self) -> list[Path]:
@@ -146,21 +129,18 @@ class Array:
         flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
         if count > 1:
             flags["array"] = f"0-{count - 1}%{min(parallel, count)}"
-        # The token with which the job was submitted may have expired by the time it starts: srun would be refused.
-        setup = ["unset SLURM_JWT", *_environment(), *self._directories()]
-        steps = [self._run(number, folder) for number, folder in enumerate(self.folders)]
-        after = []
-        if cluster.requeue and cluster.container.image:
-            request = f"{shlex.quote(str(self.sweep.absolute()))}/{slurm.REQUEUE}$SLURM_JOB_ID"
-            after.append(f'if rm {request} 2> /dev/null; then scontrol requeue "{_JOB}"; fi')
-        log = self._by_pattern(self.staging / ledger.LOG_OF_SLURM)
-        output = Output(log, flags, [*setup, *self._enter_folders()], after)
-        return resources.script(cluster, self._shape, self.name, steps, output)
-
-    def _directories(self) -> list[str]:
-        """Return the line that lists the directories of the jobs' runs, of one job after the other."""
+        # What was typed here, and the search path of a user's model.
+        variables = {**terminal.as_variable(sys.argv), **search_path.inherited()}
         places = ((self.sweep / run.subdirectory).absolute() for job in self.jobs for run in job)
-        return [f"ptdbench_runs=({shlex.join(map(str, places))})"]
+        setup = [
+            "unset SLURM_JWT",  # it may have expired by the time the job starts: srun would be refused
+            *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+            f"ptdbench_runs=({shlex.join(map(str, places))})",  # of one job after the other
+        ]
+        steps = [self._run(number, folder) for number, folder in enumerate(self.folders)]
+        log = self._by_pattern(self.staging / ledger.LOG_OF_SLURM)
+        output = Output(log, flags, [*setup, *self._enter_folders()])
+        return resources.script(cluster, self._shape, self.name, steps, output)
 
     def _run(self, number: int, folder: Path) -> Step:
         """Return the step that executes a run of a job; if needed, the script first searches its micro-batch."""
@@ -203,41 +183,16 @@ def _in_script(path: str) -> str:
     return '"$ptdbench_job"'.join(part and shlex.quote(part) for part in path.split("%j"))
 
 
-def check_paths(runs: Sequence[Run], sweep_directory: Path) -> None:
-    """Refuse output paths that SLURM or submitit would read as patterns but for ``%j`` in ``cluster.log``, or as lines.
+def check_path(sweep_directory: Path) -> None:
+    """Refuse the directory of a sweep whose path SLURM would read as a pattern, or as lines.
 
     Raises:
-        ConfigError: There are such paths.
+        ConfigError: It is one.
     """
-    rule = r"%, \ and line breaks in the path of a job's output mean something else to SLURM, but for %j in cluster.log"
-    directory, found = sweep_directory.resolve(), []
-    for log in dict.fromkeys(run.cluster.log for run in runs):
-        path = str(Path(log).expanduser().absolute()).replace("%j", "") if log else str(directory)
-        if "%" in path or "\\" in path or terminal.has_controls(path):
-            option, value = ("cluster.log", log) if log else ("hydra.sweep.dir", directory)
-            found.append(Problem(option, value, rule, "give one without them"))
-    require(*found)
-
-
-def make_folders(runs: Sequence[Run]) -> None:
-    """Create the folders that users have named for the output of jobs.
-
-    Raises:
-        ConfigError: One of them cannot be created.
-    """
-    found = []
-    for log in dict.fromkeys(run.cluster.log for run in runs if run.cluster.log):
-        staging = container.without_patterns(Path(log).expanduser().absolute())
-        try:
-            staging.mkdir(parents=True, exist_ok=True)
-            reason = "" if os.access(staging, os.W_OK) else "you may not write to it"
-        except FileExistsError:
-            reason = f"{staging} is no folder"
-        except OSError as error:
-            reason = f"it cannot be made: {error.strerror}"
-        if reason:
-            found.append(Problem("cluster.log", log, reason, "give a folder that the cluster's nodes share"))
-    require(*found)
+    path = str(sweep_directory.resolve())
+    if "%" in path or "\\" in path or terminal.has_controls(path):
+        rule = r"%, \ and line breaks in the path of a job's output mean something else to SLURM"
+        require(Problem("hydra.sweep.dir", path, rule, "give one without them"))
 
 
 def submit(directory: Path, runs: Sequence[Run], options: Mapping[str, Any]) -> list[ledger.Job]:
@@ -250,13 +205,12 @@ def submit(directory: Path, runs: Sequence[Run], options: Mapping[str, Any]) -> 
         ConfigError: SLURM refused them; their records say so.
         OSError: The folder for their output cannot be written to.
     """
-    divided = list(_divided(runs, options))
-    arrays_ = [Array(jobs, f"ptdbench-{_label(jobs)}-{secrets.token_hex(4)}", directory) for jobs, _ in divided]
+    arrays_ = [Array(jobs, f"ptdbench-{_label(jobs)}-{secrets.token_hex(4)}", directory) for jobs in arrays(runs)]
     submitted: list[ledger.Job] = []
     try:
-        for array, (_, shared) in zip(arrays_, divided, strict=True):
+        for array in arrays_:
             with local.deferred():  # a signal during submission would leave unknown jobs
-                submitted += _submit(array, shared)
+                submitted += _submit(array, options)
     except BaseException as error:
         with local.deferred():  # a second signal would leave jobs that are not cancelled
             echo("canceling what was submitted…", sys.stderr)
@@ -332,12 +286,6 @@ def _write_off(sweep: Path, runs: Sequence[Run], error: BaseException) -> None:
             status.conclude(sweep, run.subdirectory, cause)
 
 
-def _environment() -> Iterator[str]:
-    """Yield lines for the variables of a job: the command typed here, and the search path of a user's model."""
-    for name, value in {**terminal.as_variable(sys.argv), **search_path.inherited()}.items():
-        yield f"export {name}={shlex.quote(value)}"
-
-
 def report_refused(runs: Iterable[Run]) -> int:
     """Print why runs are refused; return exit status 0 if none is."""
     refused = [run for run in runs if run.refused]
@@ -377,9 +325,9 @@ def require_accepted(runs: Sequence[Run], options: Mapping[str, Any]) -> None:
 
 def _answers(runs: Sequence[Run], options: Mapping[str, Any]) -> Iterator[tuple[list[list[Run]], str | SlurmError]]:
     """Yield each array of jobs with SLURM's answer to its script."""
-    for jobs, shared in _divided(runs, options):
+    for jobs in arrays(runs):
         try:
-            answer: str | SlurmError = slurm.test(Array(jobs, "ptdbench", Path()).script(shared))
+            answer: str | SlurmError = slurm.test(Array(jobs, "ptdbench", Path()).script(options))
         except SlurmError as error:
             answer = error
         yield jobs, answer

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +14,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ptdbench.grouping import grouped
 from ptdbench.records import ledger
-from ptdbench.records.failure import of_launcher
 from ptdbench.report import text
 from ptdbench.report.labels import titles
-from ptdbench.report.remarks import OUTPUT, reason
+from ptdbench.report.remarks import reason
 from ptdbench.report.text import MISSING, Column, cropped, wrap
 from ptdbench.setup import resume
 from ptdbench.sweep import status
@@ -31,14 +29,9 @@ STARTUP = ("import", "config", "rendezvous", "build", "first_step")
 
 
 def numbered(sweep: Sweep) -> list[tuple[int, str, Run]]:
-    """Return each run with its number in the sweep, and a name that tells it apart from others of its sweep."""
-    of_sweeps = grouped((run.sweep, run) for run in sweep.runs)
-    names = {
-        run.directory: f"{title} [{of_sweep}]" if of_sweep else title
-        for of_sweep, runs in of_sweeps.items()
-        for run, title in zip(runs, titles([run.record for run in runs]), strict=True)
-    }
-    return [(run.job.number if run.job else place, names[run.directory], run) for place, run in enumerate(sweep.runs)]
+    """Return each run with its number in the sweep, and a name that tells it apart from the others."""
+    named = zip(sweep.runs, titles([run.record for run in sweep.runs]), strict=True)
+    return [(run.job.number if run.job else place, title, run) for place, (run, title) in enumerate(named)]
 
 
 def as_json(sweep: Sweep) -> dict[str, object]:
@@ -203,9 +196,7 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     echo(f"status     {command('status')} {sweep_directory}")
     echo(f"cancel     scancel {' '.join(arrays)}")
     logs = Path(os.path.commonpath([job.log for job in jobs]))
-    with suppress(ValueError):  # elsewhere, by cluster.log
-        logs = sweep_directory / logs.relative_to(sweep_directory.absolute())
-    echo(f"output     {logs}")
+    echo(f"output     {sweep_directory / logs.relative_to(sweep_directory.absolute())}")
 
 
 def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
@@ -237,16 +228,6 @@ def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
     for run in sweep.runs:
         _show_failure(run)
     return {*told, *(run.directory for run in sweep.runs if run.is_over)}
-
-
-def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:
-    """After a job on this machine: if it left no result, record that."""
-    record = status.record_of(sweep_directory / subdirectory)
-    if record.is_open:
-        message = f"the job's process ended without a result{OUTPUT}{log}"
-        record = status.conclude(sweep_directory, subdirectory, of_launcher("Gone", message), "failed")
-    echo(f"{Path(subdirectory).name}: {record.status}", sys.stderr)
-    _show_failure(Run(subdirectory, None, None, record, is_over=True))
 
 
 def _show_failure(run: Run) -> None:

@@ -118,11 +118,10 @@ class Gpu:
         return {words: status.violationTime for words, status in statuses.items() if status is not None}
 
 
-def energy(counted: Sequence[Counted], samples_per_step: int, tokens_per_sample: int | None) -> Energy:
+def energy(counted: Sequence[Counted], samples_per_step: int) -> Energy:
     """Return the energy of all devices, each counted once; none if some are missing.
 
-    ``counted`` is not empty; ``samples_per_step``: over all ranks; ``tokens_per_sample``: ``None`` if samples are not
-    token sequences.
+    ``counted`` is not empty; ``samples_per_step``: over all ranks.
     """
     totals = list({total.device: total for total in counted}.values())
     reasons = {total.device: total.reason for total in totals if total.reason}
@@ -130,16 +129,12 @@ def energy(counted: Sequence[Counted], samples_per_step: int, tokens_per_sample:
         device, reason = next(iter(reasons.items()))
         everywhere = len(reasons) == len(totals) and len(set(reasons.values())) == 1
         return Energy(reason=reason if everywhere else f"{device}: {reason}")
-    per_step = sum(total.joules / total.steps for total in totals)
-    per_sample = per_step / samples_per_step
     return Energy(
         source=SOURCE,
         steps=min(total.steps for total in totals),
         seconds=min(total.seconds for total in totals),
         watts=sum(total.joules / total.seconds for total in totals),
-        joules_per_step=per_step,
-        joules_per_sample=per_sample,
-        joules_per_token=None if tokens_per_sample is None else per_sample / tokens_per_sample,
+        joules_per_sample=sum(total.joules / total.steps for total in totals) / samples_per_step,
     )
 
 
@@ -193,10 +188,11 @@ class EnergyMeter:
             self._gpu.close()
         of_ranks: list[tuple[Counted, Clocks] | None] = gather(gpu)
         gpus = [of_gpu for of_gpu in of_ranks if of_gpu]
-        batch, tokens = self._job.training.layout.global_batch, self._job.training.data.tokens_per_sample
         counted = [count for count, _ in gpus]
         return Hardware(
-            gpu=energy(counted, batch, tokens) if gpus else Energy(reason="the run used no GPU"),
+            gpu=energy(counted, self._job.training.layout.global_batch)
+            if gpus
+            else Energy(reason="the run used no GPU"),
             clocks=[clocks for _, clocks in gpus],
             other_load=load if gpus or self._load.seconds >= _LEAST_OF_LOAD else None,
         )

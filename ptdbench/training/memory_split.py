@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -34,7 +33,6 @@ _ENTRIES = 200_000
 
 def split(job: Job, loop: StepLoop) -> Memory | None:
     """Split the memory of a step by purpose, at the end of a run; called in all ranks. ``None`` except on rank 0."""
-    started = time.perf_counter()
     state: dict[int, tuple[str, int]] = {}
     keep = job.spec.config.profile.trace
     with job.display.during("profiling memory"):
@@ -55,7 +53,6 @@ def split(job: Job, loop: StepLoop) -> Memory | None:
     return Memory(
         ranks={kind: [peak.bytes[kind] for peak in peaks] for kind in KINDS},
         moments=[peak.moment for peak in peaks],
-        pass_seconds=time.perf_counter() - started,
     )
 
 

@@ -1,4 +1,4 @@
-"""The measured fields of a training run's record; re-measures the ceiling if the run exceeds it."""
+"""The measured fields of a training run's record."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ from statistics import fmean
 import numpy as np
 import torch
 from msgspec import to_builtins
-from msgspec.structs import replace
 
 from ptdbench.grouping import grouped
-from ptdbench.job import Job, Outcome, Results
+from ptdbench.job import Job, Results
 from ptdbench.launch.collect import gather
-from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Measured, known_ceiling
 from ptdbench.measure.timing import summary, warmup_ends
 from ptdbench.parallel import precision
 from ptdbench.peaks import dense_peak
-from ptdbench.problems import ConfigError
 from ptdbench.records import series
 from ptdbench.records.schema import Experts, Metrics, Segment
 from ptdbench.training.loop import StepLoop
-from ptdbench.units import flops_text
 
 #: The rate of matrix products on a device, or ``None`` and the reason.
 Ceiling = tuple[Measured | None, str | None]
@@ -65,28 +61,26 @@ def metrics(measured: Measurement) -> Metrics:
     samples_per_second = measured.samples_per_step * len(timed) / sum(timed) if timed else None
     tokens_per_second = _times(samples_per_second, measured.tokens_per_sample)
     flops_per_second = _times(samples_per_second, measured.flops_per_sample)
-    per_device = 1 / measured.world_size
-    rate = _times(flops_per_second, per_device)
-    mfu, mfu_reason = _mfu(measured, rate, measured.dtype)
+    rate = _times(flops_per_second, 1 / measured.world_size)
+    mfu, mfu_reason = _mfu(measured, rate)
     full, masked = measured.flops_per_sample, measured.masked_flops_per_sample
-    causal = _times(flops_per_second, 1 - masked / full if full and masked is not None else None)
+    causal = _times(rate, 1 - masked / full if full and masked is not None else None)
     waited = measured.wait_seconds[measured.warmup_steps :]
     figures = Metrics(
         step_seconds=summary(timed),
         tokens_per_second=tokens_per_second,
         samples_per_second=samples_per_second,
-        tokens_per_second_per_device=_times(tokens_per_second, per_device),
-        samples_per_second_per_device=_times(samples_per_second, per_device),
         model_flops_per_second=flops_per_second,
         mfu=mfu,
         mfu_reason=mfu_reason,
-        mfu_of_bf16=_mfu(measured, rate, "bf16")[0] if measured.dtype == "fp8" else None,
         ceiling_reason=measured.ceiling[1],
         data_wait_share=sum(waited) / sum(last_start) if waited and last_start else None,
-        causal_flops_per_second=causal,
-        mfu_causal=_mfu(measured, _times(causal, per_device), measured.dtype)[0],
+        mfu_causal=_mfu(measured, causal)[0],
     )
-    _relate(figures, measured.ceiling[0], measured.world_size)
+    if ceiling := measured.ceiling[0]:  # measured on this device
+        figures.ceiling_flops_per_second = ceiling.flops_per_second
+        figures.ceiling_beside_load = ceiling.beside_load
+        figures.share_of_ceiling = _times(rate, 1 / ceiling.flops_per_second)
     return figures
 
 
@@ -94,22 +88,14 @@ def _times(quantity: float | None, factor: float | None) -> float | None:
     return None if quantity is None or factor is None else quantity * factor
 
 
-def _mfu(measured: Measurement, rate: float | None, dtype: str) -> tuple[float | None, str | None]:
-    """Return the utilization of a dtype's peak at a rate of model FLOP/s per device, or why there is none."""
+def _mfu(measured: Measurement, rate: float | None) -> tuple[float | None, str | None]:
+    """Return the utilization of the peak at a rate of model FLOP/s per device, or why there is none."""
     if measured.flops_per_sample is None:
         return None, measured.flops_reason or "the model's FLOPs are unknown"
     if rate is None:
         return None, "no step finished"
-    peak, reason = dense_peak(measured.device_name, dtype)
+    peak, reason = dense_peak(measured.device_name, measured.dtype)
     return (None, reason) if peak is None else (rate / peak, None)
-
-
-def _relate(figures: Metrics, ceiling: Measured | None, world_size: int) -> None:
-    """Add a ceiling measured on this device, and the model FLOP/s as a fraction of it."""
-    if ceiling:
-        figures.ceiling_flops_per_second = ceiling.flops_per_second
-        figures.ceiling_beside_load = ceiling.beside_load
-        figures.share_of_ceiling = _times(figures.model_flops_per_second, 1 / world_size / ceiling.flops_per_second)
 
 
 def ceiling_of_run(job: Job) -> Ceiling:
@@ -206,54 +192,6 @@ def device_name(job: Job) -> str:
 def dtype_of(job: Job) -> str:
     """Return the arithmetic of the run's matrix products."""
     return precision.arithmetic(job.spec.config.general.precision, job.device.type)
-
-
-#: Why a share above 100 % may be correct.
-_LOADED = "other load slowed down the products"
-_OTHERWISE = (
-    "products are measured in a few shapes with a cold cache, and model FLOPs include the half of attention that a "
-    "causal kernel skips"
-)
-
-
-def recheck_ceiling(job: Job, outcome: Outcome) -> None:
-    """Re-measure the ceiling if the run exceeded it, and update rank 0's outcome; called in all ranks, at the end."""
-    share = (outcome.metrics or Metrics()).share_of_ceiling or 0.0
-    if not gather(share > 1)[0]:
-        return
-    with job.watchdog.paused(), job.display.during("measuring the ceiling again"):
-        try:
-            again: Measured | str = ceiling.measure_again(job.world, job.device, dtype_of(job), job.watchdog.alive)
-        except ConfigError as error:  # the model leaves too little memory, in all ranks
-            again = str(error)
-    if outcome.metrics and outcome.remarks and job.world.is_first:
-        outcome.metrics, outcome.remarks.ceiling = against_higher_ceiling(outcome.metrics, job.world.size, again)
-
-
-def against_higher_ceiling(figures: Metrics, world_size: int, again: Measured | str) -> tuple[Metrics, str]:
-    """Relate figures, which exceed the earlier ceiling, to the higher of two, and describe the outcome in words.
-
-    ``again``: the new ceiling, or why there is none.
-    """
-    assert figures.ceiling_flops_per_second
-    earlier = Measured(figures.ceiling_flops_per_second, "", figures.ceiling_beside_load)
-    best = again if isinstance(again, Measured) and again.flops_per_second > earlier.flops_per_second else earlier
-    figures = replace(figures)
-    _relate(figures, best, world_size)
-    if isinstance(again, str):
-        remark = f"ceiling exceeded, but not re-measured: {again}"
-    elif best is again:
-        remark = f"ceiling re-measured: was {_text(earlier)}; now {_text(again)}"
-    else:
-        remark = f"ceiling re-measured: {_text(again)}, not above the earlier {_text(earlier)}"
-    if (figures.share_of_ceiling or 0) > 1:
-        remark += f"; the model reaches {figures.share_of_ceiling:.1%} of it: "
-        remark += _LOADED if best.beside_load else _OTHERWISE
-    return figures, remark
-
-
-def _text(ceiling: Measured) -> str:
-    return flops_text(ceiling.flops_per_second) + ", measured under load" * bool(ceiling.beside_load)
 
 
 def experts(job: Job, loop: StepLoop) -> Experts | None:

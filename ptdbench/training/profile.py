@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,8 @@ from ptdbench.records.schema import Communication, Metrics, Phases
 from ptdbench.training import traces
 from ptdbench.training.loop import StepLoop
 
-#: The folder in a run's directory with a trace per rank, and its table of rank 0's longest operations, with
-#: ``profile.trace``.
-TRACES, OPERATIONS = "trace", "operations.txt"
-
-#: Number of operations in the table.
-_ROWS = 40
+#: The folder in a run's directory with a trace per rank, with ``profile.trace``.
+TRACES = "trace"
 
 #: Maximum seconds for the steps of the pass; at least one step is run.
 MOST_SECONDS = 60.0
@@ -63,7 +58,6 @@ def expect(job: Job) -> Expected:
 
 def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected) -> Phases | None:
     """Profile some steps; called in all ranks, as the last part of a run. ``None`` on ranks other than the first."""
-    started = time.perf_counter()
     timed: float | None = gather(metrics and metrics.step_seconds and metrics.step_seconds.mean)[0]
     steps = _count(job.spec.config.profile.steps, timed)
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
@@ -73,7 +67,9 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected
             read = _read(taken, path, job.device.type)
             ahead = traces.clock_ahead(job.world.rank, job.device)
             if job.spec.config.profile.trace:  # even if no phases can be read from it
-                traces.keep(job, TRACES, partial(_write, job, taken, path), ahead, perfetto.NAME)
+                traces.keep(
+                    job, TRACES, lambda to: perfetto.compress(path, to, traces.facts(job)), ahead, perfetto.NAME
+                )
             if reason := reason_of_any(read):
                 return Phases(steps=0, reason=reason)
             assert isinstance(read, trace.Trace)
@@ -89,7 +85,6 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected
     breakdown.bubble_formula = _bubble(job)
     breakdown.stage_parts = expected.parts
     breakdown.stage_links = loop.engine.links
-    breakdown.pass_seconds = time.perf_counter() - started
     return breakdown
 
 
@@ -146,15 +141,6 @@ def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
         return events_of_rank
     except (OSError, RuntimeError, ValueError) as error:
         return f"cannot write and read the trace: {lack_of_space(error, path.parent) or error}"
-
-
-def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:
-    """Write this rank's trace, for Holistic Trace Analysis, and on rank 0 a table of operations."""
-    perfetto.compress(trace, path, traces.facts(job))
-    if job.world.is_first:
-        order = "self_cuda_time_total" if taken.use_device == "cuda" else "self_cpu_time_total"
-        table = taken.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=80)
-        (path.parent / OPERATIONS).write_text(str(table))
 
 
 def scaled(of_ranks: Sequence[PhaseTimes], timed: float | None) -> Phases:

@@ -161,8 +161,6 @@ class _Training:
         outcome.experts = metrics.experts(job, self.loop)
         if stopped:
             outcome.stopped = f"{stopped} after step {done} of {options.steps}"
-        else:
-            metrics.recheck_ceiling(job, outcome)
         outcome.hardware = self._meter.finish()
         return outcome
 

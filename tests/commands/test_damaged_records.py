@@ -1,7 +1,6 @@
 """Whatever stands in the records of others: what every command says of the rest stands."""
 
 import copy
-import csv
 import json
 import random
 from collections.abc import Iterator
@@ -97,15 +96,13 @@ def test_what_stands_in_one_record_harms_no_other(ptdbench, tmp_path, part):
     sweep = lay(tmp_path / "sweep", [damaged(at, value) for at, value in CASES[40 * part : 40 * part + 40]])
     other = lay(tmp_path / "other", [])
     with np.errstate(over="ignore"):
-        assert ptdbench("report", sweep, "--html", "--md", "--csv")[0] == 0
+        assert ptdbench("report", sweep, "--html", "--md", "--latex")[0] == 0
         ptdbench("status", sweep)
         ptdbench("explain", sweep)
-        ptdbench("explain", sweep / "2_damaged", "--against", sweep / "1_whole")
+        ptdbench("explain", sweep / "2_damaged", sweep / "1_whole")
         for sides in ((sweep, other), (other, sweep)):
             ptdbench("compare", *sides)
-    with (sweep / "report.csv").open(newline="") as file:
-        directories = {Path(row["directory"]).name for row in csv.DictReader(file)}
-    assert {"0_whole", "1_whole"} <= directories
+    assert all(name in (sweep / "report.html").read_text() for name in ("0_whole", "1_whole"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """``ptdbench report``: what it writes, what it refuses, and what it says of damage."""
 
-import csv
-import json
 import os
 import shutil
 import webbrowser
@@ -41,31 +39,12 @@ class TestForms:
         assert '<p class="answer">No layout is shown to be faster than another: one run each; ' in text
         assert "3 runs, 1 oom · made by ptdbench " in text
 
-    def test_markdown_and_csv(self, report, sweep):
-        assert report(sweep, "--md", "--csv")[0] == 0
-        assert sorted(path.name for path in sweep.glob("report.*")) == ["report.csv", "report.md"]
+    def test_markdown_and_latex(self, report, sweep):
+        assert report(sweep, "--md", "--latex")[0] == 0
+        assert sorted(path.name for path in sweep.glob("report.*")) == ["report.md", "report.tex"]
         answer, title = (sweep / "report.md").read_text().split("\n\n")[:2]
         assert answer.endswith(". No throughput: tp (oom).**")
         assert title == "# gpt\\_tiny: sweep"
-        with (sweep / "report.csv").open() as file:
-            found = list(csv.DictReader(file))
-        assert [row["status"] for row in found] == ["ok", "ok", "oom"]
-        assert float(found[1]["metrics.tokens_per_second"]) == DDP.metrics.tokens_per_second
-        assert found[0]["directory"] == str(sweep / "0_gpt_tiny_fsdp")
-
-    def test_no_cell_is_a_formula_and_none_has_control_characters(self, report, tmp_path):
-        evil = ["=1+1", "+1", "-1+1", "@SUM(A1)", "\x1b[31m", "\t=1"]
-        values = {f"v{place}": text for place, text in enumerate(evil)}
-        overrides = ["model=toy", "seed='1'"]
-        keep(tmp_path / "sweep", "0_ddp", run(config={**values, "=name": "x", "lr": -0.5}, overrides=overrides))
-        assert report(tmp_path / "sweep", "--csv")[0] == 0
-        with (tmp_path / "sweep" / "report.csv").open() as file:
-            head, cells = csv.reader(file)
-        assert [cells[head.index(f"config.{name}")] for name in values] == [
-            "'=1+1", "'+1", "'-1+1", "'@SUM(A1)", "\\x1b[31m", "'\t=1",
-        ]  # fmt: skip
-        assert cells[head.index("config.lr")] == "-0.5"
-        assert json.loads(cells[head.index("overrides")]) == overrides  # lists are JSON
 
     def test_a_report_that_cannot_be_written_is_named(self, report, sweep):
         (sweep / "report.html").mkdir()
@@ -90,8 +69,8 @@ class TestForms:
 
     def test_several_directories_of_which_none_is_reported_twice(self, report, sweep, tmp_path):
         keep(tmp_path / "more", "0_gpt_tiny_ddp", DDP)
-        assert report(sweep, tmp_path / "more", sweep, tmp_path, "--csv")[0] == 0
-        assert len((sweep / "report.csv").read_text().splitlines()) == 1 + 4
+        assert report(sweep, tmp_path / "more", sweep, tmp_path, "--md")[0] == 0
+        assert "\n4 runs, 1 oom · made by" in (sweep / "report.md").read_text()
 
     def test_a_title_is_given_or_tells_directories_of_one_name_apart(self, report, sweep, tmp_path):
         for place in ("one/outputs", "two/outputs"):
@@ -108,7 +87,7 @@ class TestForms:
         empty = tmp_path / "empty"
         empty.mkdir()
         told = f"{empty}: no record.json and no results.jsonl there or below"
-        assert report(empty, sweep, "--csv") == (0, [f"report       {sweep / 'report.csv'}"], [f"{told}: left out"])
+        assert report(empty, sweep, "--md") == (0, [f"report       {sweep / 'report.md'}"], [f"{told}: left out"])
         status, out, err = report(empty, empty)
         assert (status, out, err[0]) == (1, [], f"{told}: left out")
         assert err[1].startswith(f"{told}; give the directory ")

@@ -54,9 +54,9 @@ SHAPES = {
 }  # fmt: skip
 #: What SLURM would say on the clusters that the headers of conf/cluster describe.
 PARTITIONS = [
-    Partition("batch", is_default=True, nodes=16, minutes=None, gpus=(0,), cpus=64),
-    Partition("gpu", is_default=False, nodes=4, minutes=24 * 60, gpus=(8,), cpus=96),
-    Partition("volta", is_default=False, nodes=200, minutes=24 * 60, gpus=(2,), cpus=40),
+    Partition("batch", is_default=True, gpus=(0,)),
+    Partition("gpu", is_default=False, gpus=(8,)),
+    Partition("volta", is_default=False, gpus=(2,)),
 ]
 
 

@@ -47,7 +47,7 @@ def record(ranks: list[int], messages: dict[str, Messages], weights: list[int], 
             ranks=ranks, allocated_bytes=tens, reserved_bytes=tens, communicators=tens, host_seconds=seconds,
             kernels={"product": ranks} if messages else {}, messages=messages,
         ),
-        memory=Memory(ranks=kinds | {"weights": weights}, moments=["forward" for _ in ranks], pass_seconds=1.0),
+        memory=Memory(ranks=kinds | {"weights": weights}, moments=["forward" for _ in ranks]),
         metrics=Metrics(peak_memory_bytes=max(ranks), peak_reserved_bytes=2 * max(ranks)),
     )  # fmt: skip
 
@@ -60,7 +60,7 @@ def test_lists_go_on_and_each_rank_counts_for_those_that_it_stands_for() -> None
     assert (account.ranks, account.reserved_bytes) == ([0, 1, 2], [0, 10, 20])
     assert (account.host_seconds, account.kernels) == ([0.1, 0.1, 0.2], {"product": [0, 1, 2]})
     assert account.messages == {"send": Messages(3.0, 30.0, 40.0), "recv": Messages(6 / 8)}
-    assert (memory.ranks["weights"], memory.moments, memory.pass_seconds) == ([5, 6, 7], ["forward"] * 3, 2.0)
+    assert (memory.ranks["weights"], memory.moments) == ([5, 6, 7], ["forward"] * 3)
     assert (combined.metrics.peak_memory_bytes, combined.metrics.peak_reserved_bytes) == (2, 4)
 
 

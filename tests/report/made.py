@@ -108,7 +108,6 @@ def phased(parallel: str, step: float, ranks: dict[str, list[float]], **changes:
     found: dict[str, Any] = {
         "steps": 5,
         "reason": None,
-        "pass_seconds": 1.0,
         "profiled_step_seconds": 1.25e-3 * step,
         "step_seconds": step / 1e3,
         "ranks": seconds,

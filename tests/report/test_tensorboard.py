@@ -1,12 +1,10 @@
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from tensorboard.summary.writer import event_file_writer
 
 from ptdbench.records import ledger, series
-from ptdbench.report import scalars
 from ptdbench.report.loggers import Log, TensorBoard
 from tests.report.made import phased, run
 
@@ -158,22 +156,6 @@ def test_every_option_that_was_swept_is_a_column_and_the_first(tmp_path):
     declared = plugin_data(events, metadata.EXPERIMENT_TAG).experiment.hparam_infos
     swept = {"parallel", "schedule", "lr", "milestones", "a.seed", "b.seed"}
     assert {info.name for info in declared if info.differs} == swept
-
-
-def test_lists_of_a_configuration_file_are_such_options_unless_one_value_was_typed(tmp_path):
-    ledger.begin(tmp_path, ["seed=3"])
-    params = {"optimizer.lr": "0.1,0.2", "seed": "1,2", "train.steps": "9"}
-    OmegaConf.save({"hydra": {"sweeper": {"params": params}}}, tmp_path / "multirun.yaml")
-    assert scalars.swept(tmp_path / "0_toy") == {"optimizer.lr": True}
-
-
-def test_a_column_of_numbers_and_words_has_words_alone(tmp_path):
-    """TensorBoard cannot sort any other."""
-    ledger.begin(tmp_path, ["train.micro_batch=auto,2", "optimizer.lr=1,0.5", "seed=range(3)"])
-    config = {"train": {"micro_batch": 2}, "optimizer": {"lr": 1}, "seed": 1}
-    events = written(tmp_path / "0", RECORD | {"config": config})
-    found = plugin_data(events, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
-    assert (found["micro_batch"].string_value, found["lr"].number_value, found["seed"].number_value) == ("2", 1, 1)
 
 
 def test_all_runs_declare_the_same_columns(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.ranking import Standing
 from ptdbench.profiling.phases import PHASES
-from ptdbench.report.why import against_first, compare, costs_of_imbalance, in_order, remarks, shares
+from ptdbench.report.why import against_first, compare, in_order, remarks, shares
 from tests.refusals import Abridged
 from tests.report.made import DDP, FSDP, PDP, operation, phased
 
@@ -172,19 +172,16 @@ class TestRanks:
         assert list(remarks(record, "ddp")) == ([f"ddp: all-gather {told}"] if told else [])
 
     def test_what_imbalance_costs(self):
-        def balanced(balance, step, waits, **model):
-            config = {"model": {"name": "moe", "router": {"balance": balance}, **model}}
+        def balanced(step, waits):
             experts = {"fullest_rank": 1 + waits / 40, "dropped": 0, "tokens": {}}
             ranks = {"forward": [30.0] * 2, "backward": [60.0] * 2, "experts": [2.0 * waits, 0.0]}
-            return phased("ep", step, ranks, config=config, experts=experts)
+            return phased("ep", step, ranks, experts=experts)
 
-        loss, forced = balanced("loss", 100.0, 10.0), balanced("forced", 90.0, 0.0)
+        loss, forced = balanced(100.0, 10.0), balanced(90.0, 0.0)
         assert list(remarks(loss, "a")) == [
             "a: the fullest rank computed 1.25 times the mean tokens of experts, others waited 10.0 ms, 10% of the step"
         ]
-        assert list(costs_of_imbalance({"a": loss, "b": forced})) == ["imbalance: a +10 ms vs b: experts +10"]
-        other = balanced("forced", 90.0, 0.0, capacity=1.25)
-        assert list(costs_of_imbalance({"a": loss, "b": other})) == []
+        assert compare(loss, forced, "a", "b") == "a +10 ms vs b: experts +10"
 
     def test_one_slow_rank_is_named_and_even_ones_leave_nothing_to_say(self):
         waits = {"stragglers": [9, 9, 9, 0], "forward": [30] * 4, "backward": [60, 60, 60, 69]}

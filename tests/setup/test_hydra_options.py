@@ -29,9 +29,7 @@ TOLD = {
     "hydra/hydra_logging=default": "hydra.hydra_logging={...}: nothing is logged through Hydra; omit it",
     "+hydra.callbacks.mine={_target_:my.Callback}": "hydra.callbacks={...}: … they would never be called; omit it",
     "hydra.sweep.dir=x": "hydra.sweep.dir=x: is for sweeps, and this is a single run; try hydra.run.dir=x",
-    "hydra/launcher=ptdbench": "hydra/launcher=ptdbench: …; try basic, submitit_local, submitit_slurm",
-    "hydra.mode=MULTIRUN hydra/launcher=submitit_local hydra.launcher.timeout_min=5": "hydra.launcher.timeout_min=5: "
-    "has no effect with hydra/launcher=submitit_local; omit it",
+    "hydra/launcher=ptdbench": "hydra/launcher=ptdbench: …; try basic, submitit_slurm",
     "cluster=slurm hydra/launcher=basic": "hydra/launcher=basic: does not go with cluster=slurm; omit it",
     "hydra.mode=MULTIRUN hydra/launcher=submitit_slurm": "hydra/launcher=submitit_slurm: …; try cluster=slurm, …",
 }
@@ -68,22 +66,17 @@ class TestResourcesOfJobs:
         told = refused("cluster=slurm", f"hydra.launcher.{typed}")
         assert told.startswith(f"hydra.launcher.{typed}: {self.RULE}; {remedy}")
 
-    @pytest.mark.parametrize(
-        ("launcher", "words", "told"),
-        [
-            ("submitit_slurm", ["cluster=slurm"], [Abridged(f"{RULE}; see …"), f"{RULE}; try cluster.partition=short"]),
-            ("submitit_local", [], ["has no effect with hydra/launcher=submitit_local; omit it"]),
-        ],
-    )
-    def test_in_a_file_as_typed(self, tmp_path, launcher, words, told):
-        partition = "partition: short, array_parallelism: 2, " * (launcher == "submitit_slurm")
-        text = f"hydra: {{mode: MULTIRUN, launcher: {{{partition}timeout_min: 3}}}}\n"
+    def test_in_a_file_as_typed(self, tmp_path):
+        text = "hydra: {mode: MULTIRUN, launcher: {partition: short, array_parallelism: 2, timeout_min: 3}}\n"
         (tmp_path / "experiment").mkdir()
-        head = f"# @package _global_\ndefaults: [override /hydra/launcher: {launcher}]\n"
+        head = "# @package _global_\ndefaults: [override /hydra/launcher: submitit_slurm]\n"
         (tmp_path / "experiment" / "mine.yaml").write_text(head + text)
-        composed = compose_all(["model=toy", "experiment=mine", *words], source=Source(CONF, extra=str(tmp_path)))
+        composed = compose_all(
+            ["model=toy", "experiment=mine", "cluster=slurm"], source=Source(CONF, extra=str(tmp_path))
+        )
         found = refusal_of(hydra_options.check, composed, None, None).splitlines()
-        assert [problem.partition(": ")[2] for problem in found] == told
+        told = [problem.partition(": ")[2] for problem in found]
+        assert told == [Abridged(f"{self.RULE}; see …"), f"{self.RULE}; try cluster.partition=short"]
 
 
 def test_runs_of_a_sweep_have_directories_of_their_own():
@@ -119,43 +112,3 @@ def test_a_directory_that_is_not_used_may_refer_to_nothing():
     plans.composed(["model=toy", "hydra.run.dir=x/${nope}"], None)  # a plan has the directory of a sweep
     with pytest.raises(ConfigError, match="give the value itself"):
         plans.composed(["model=toy", "model.name=${nope}"], None)
-
-
-class TestSearch:
-    WORDS = ("hydra/sweeper=optuna", "hydra.mode=MULTIRUN", "seed=1,2")
-
-    @pytest.mark.parametrize(
-        ("words", "said"),
-        [
-            ("cluster=slurm cluster.submit=detach", "…of its jobs before it can choose the next ones; try wait"),
-            ("cluster=slurm sweep.same_nodes=true",
-             "sweep.same_nodes=true: hydra/sweeper=optuna … by earlier results, … at once; omit it"),
-            ("virtual=h100", "virtual=h100: … takes no time, so hydra/sweeper=optuna …; try a sweep of lists, or …"),
-        ],
-    )  # fmt: skip
-    def test_results_that_come_too_late_or_tell_nothing(self, words, said):
-        assert refused(*self.WORDS, *words.split()) == Abridged(said)
-
-    def test_one_that_goes_on_and_would_draw_other_values(self, tmp_path):
-        told = "…drawn without a seed, …; start another sweep; one that can be resumed sets hydra.sweeper.sampler.seed"
-        assert refused(*self.WORDS, goes_on=tmp_path) == Abridged(told)
-
-    @pytest.mark.parametrize(
-        ("typed", "file", "direction", "rate"),
-        [
-            ("", "", "maximize", 1.0),
-            ("hydra.sweeper.direction=minimize", "", "minimize", 1.0),
-            ("objective=held_out_loss eval.every=1", "", "minimize", 1.0),
-            ("experiment=mine", "direction: minimize", "minimize", 1.0),
-            ("experiment=mine", "max_failure_rate: 0.0", "maximize", 0.0),
-        ],
-    )
-    def test_what_a_sweeper_is_set_to(self, tmp_path, typed, file, direction, rate):
-        """Also to what is a default of the plugin."""
-        (tmp_path / "experiment").mkdir()
-        (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\nhydra: {{sweeper: {{{file}}}}}\n")
-        source = Source(CONF, extra=str(tmp_path))
-        composed = compose_all(["model=toy", *self.WORDS, *typed.split()], source=source)
-        with source.open():  # what the sweeper is made of
-            sweeper = composed.sweep().hydra.sweeper
-        assert (sweeper.direction, sweeper.max_failure_rate) == (direction, rate)

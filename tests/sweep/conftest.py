@@ -26,7 +26,7 @@ def asked(monkeypatch):
     """The runs of a command line, as a launcher gets them, with the same short names whatever is swept."""
     monkeypatch.setattr(slurm, "available", lambda: True)
     monkeypatch.setattr(slurm, "clusters", lambda: ["here"])
-    monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (0,), 4)])
+    monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, (0,))])
 
     def make(*overrides):
         names = "hydra.sweep.subdir='${hydra.job.num}_${workload.label}'"

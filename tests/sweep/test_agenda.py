@@ -13,20 +13,14 @@ from ptdbench.report.labels import titles
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import blocks
 from ptdbench.sweep.agenda import Agenda, SweepEta
-from tests.refusals import Abridged, refusal_of
 from tests.report.made import made
 
 
-def test_repeats_share_a_title_and_a_search_knows_no_number(asked, monkeypatch, tmp_path):
+def test_repeats_share_a_title(asked, monkeypatch):
     eta, counts = SweepEta(asked("seed=0", "repeat.runs=50")), []
     monkeypatch.setattr("ptdbench.sweep.agenda.titles", lambda drafts: counts.append(len(drafts)) or titles(drafts))
     assert [eta.heading(number).title for number in range(3)] == ["toy ddp"] * 3
     assert counts == [1]
-    runs = asked("seed=0,1")
-    agenda = Agenda(tmp_path, runs[:1], searches=True)
-    assert str(agenda.eta.heading(0)) == "[1] toy ddp"
-    agenda.runs.append(runs[1])
-    assert str(agenda.eta.heading(1)) == "[2] toy ddp seed=1"
 
 
 def test_runs_to_come_take_the_mean_of_those_that_ended_well(asked):
@@ -120,24 +114,6 @@ def test_a_run_with_checkpoints_of_other_options_is_left_as_it_is(asked, tmp_pat
     assert Agenda(tmp_path, others).open(0) is not None
 
 
-def test_a_search_that_goes_on_tells_its_sweeper_the_same_of_what_has_ended_and_replaces_none_of_it(asked, tmp_path):
-    runs, others = asked("seed=0,1"), asked("seed=7,8")
-    for number, status in enumerate(("oom", "preempted")):
-        Agenda(tmp_path, runs, searches=True).open(number)
-        written = store.load_record(tmp_path / f"{number}_toy_ddp") | {"status": status, "error": None}
-        store.write_record(tmp_path / f"{number}_toy_ddp", written)
-        store.append_result(tmp_path, written)
-    before = (tmp_path / store.RESULTS).read_bytes()
-    agenda = Agenda(tmp_path, runs, searches=True)
-    assert agenda.open(0) is None
-    assert (tmp_path / store.RESULTS).read_bytes() == before
-    told = Abridged("…, seed=0 (here 7), and the sweeper chooses other values now; start another …")
-    assert refusal_of(Agenda(tmp_path, others, searches=True).open, 0) == told
-    assert store.load_record(tmp_path / "0_toy_ddp")["status"] == "oom"
-    assert agenda.open(1) is not None
-    assert Agenda(tmp_path, others, searches=True).open(1) is not None  # which has not been told
-
-
 def test_a_run_that_would_go_on_in_another_shape_is_left_as_it_is(asked, tmp_path, capsys):
     """As where a partition has other nodes than it had."""
     (run,) = asked("reshape=false")
@@ -188,16 +164,11 @@ class TestRepeats:
         named = agenda("parallel=ddp,fsdp", "repeat.runs=2", "hydra.sweep.subdir='${parallel.name}_${repeat.block}'")
         assert {run.subdirectory for run in named.runs} == {"ddp_0", "ddp_1", "fsdp_0", "fsdp_1"}
 
-    def test_they_come_in_batches_of_blocks_or_of_jobs_that_they_share(self, agenda):
-        found = agenda("parallel=ddp,fsdp", "repeat.runs=4")
-        assert (found.batches(None), found.batches(3)) == ([range(8)], [range(3), range(3, 6), range(6, 8)])
+    def test_they_come_in_one_batch_or_block_by_block(self, agenda):
+        assert agenda("parallel=ddp,fsdp", "repeat.runs=4").batches() == [range(8)]
         by_block = agenda("parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=4")
-        assert by_block.batches(3) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-        assert [by_block.runs[batch[0]].block for batch in by_block.batches(3)] == [0, 1, 2, 3]
-        assert agenda("seed=0,1").batches(None) == [range(2)]
-        found = agenda("parallel=ddp,fsdp", "repeat.runs=4", "sweep.same_nodes=true")
-        for size, expected in ((None, [8]), (3, [2, 2, 2, 2]), (5, [4, 4]), (1, [2, 2, 2, 2])):
-            assert [len(batch) for batch in found.batches(size)] == expected
+        assert by_block.batches() == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+        assert [by_block.runs[batch[0]].block for batch in by_block.batches()] == [0, 1, 2, 3]
 
     def test_the_blocks_that_are_over_are_counted(self, agenda, tmp_path, monkeypatch):
         asked = []

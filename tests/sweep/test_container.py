@@ -79,16 +79,13 @@ class TestFolders:
 
         return it
 
-    def test_what_runs_use_and_of_a_log_what_does_not_depend_on_the_job(self, read, tmp_path):
+    def test_what_runs_use(self, read, tmp_path):
         of_user = tmp_path.parent / f"{tmp_path.name}-cache" / "ptdbench"
-        found = container.folders(read("cluster.log=/elsewhere/logs/%j"), Path("/sweeps/today"))
-        assert set(found) == {ROOT, tmp_path, of_user, Path("/sweeps/today"), Path("/elsewhere/logs")}
+        found = container.folders(read(), Path("/sweeps/today"))
+        assert set(found) == {ROOT, tmp_path, of_user, Path("/sweeps/today")}
         assert of_user.is_dir()  # what is mounted must exist
         assert tmp_path / "outputs" / "x" not in container.folders(read(), tmp_path / "outputs" / "x")  # with tmp_path
         assert container.folders(read("cluster.container.image=null"), Path("/sweeps/today")) == []
-        logs = read("cluster.log=/elsewhere/%j/logs")
-        assert Path("/elsewhere") in container.folders(logs, Path("/sweeps/today"))
-        assert Path("/elsewhere") not in container.folders(logs, None), "a script by itself has its output here"
 
     def test_data_also_behind_a_link_or_still_to_be_made(self, read, tmp_path):
         books = tmp_path.parent / f"{tmp_path.name}-books"

@@ -46,7 +46,6 @@ class TestOnThisMachine:
         assert status.settle(sweep.path).is_over
         store.lock(sweep.path, "hydra.sweep.dir")  # by the process that carries it out
         assert not status.settle(sweep.path).is_over
-        assert not watch.as_json(status.settle(sweep.path.parent))["is_over"]
 
     def test_runs_in_folders_of_folders(self, sweep):
         """By ``hydra.sweep.subdir=${model.name}/${parallel.name}``; what only tries a micro-batch is no run."""
@@ -354,39 +353,6 @@ class TestEndedByTheCluster:
             told_by_slurm = [("timeout", "TIMEOUT"), ("failed", "CANCELLED"), ("preempted", "PREEMPTED")]
             assert seen == [*told_by_slurm, ("preempted", "Stopped")]
         assert sweep.asked == [["7_0", "7_1", "7_2", "7_3"], ["7_3"]]
-
-    @pytest.mark.parametrize(
-        ("words", "elapsed", "name", "expected"),
-        [
-            ("FAILED (NonZeroExitCode)", 3590, "SIGUSR2", ("timeout", "TIMEOUT")),
-            ("FAILED (NonZeroExitCode)", 3200, "SIGUSR2", ("timeout", "TIMEOUT")),  # up to a minute too early
-            ("FAILED (NonZeroExitCode)", 600, "SIGUSR2", ("preempted", "Stopped")),  # sent by somebody
-            ("FAILED (NonZeroExitCode)", 3590, "SIGTERM", ("preempted", "Stopped")),
-            ("FAILED (NonZeroExitCode)", None, "SIGUSR2", ("preempted", "Stopped")),
-            ("PREEMPTED", 3590, "SIGUSR2", ("preempted", "PREEMPTED")),
-        ],
-    )
-    def test_the_warning_ahead_of_a_time_limit_is_told_as_what_it_is(self, sweep, words, elapsed, name, expected):
-        """The run ends by itself before SLURM would end it, and SLURM says only that it failed."""
-        (job,) = sweep.submit(1)
-        sweep.end(0, **failure(kind="Stopped", message=f"stopped by {name}") | {"status": "preempted"})
-        sweep.queue = {job.id: state(job.id, words, elapsed)}
-        for _ in range(2):
-            (run,) = status.settle(sweep.path).runs
-            assert (run.record.status, run.record.error.type) == expected
-        if expected[0] == "timeout":
-            assert run.record.error.message == (
-                f"job 7_0 was about to reach its limit, cluster.time_minutes=60; its output is in {job.log}"
-            )
-
-    @pytest.mark.parametrize(("ran", "expected"), [(3590, "timeout"), (600, "preempted"), (None, "preempted")])
-    def test_so_is_one_whose_job_slurm_has_forgotten(self, sweep, ran, expected):
-        """Without accounting SLURM keeps a job for five minutes."""
-        sweep.submit(1)
-        owner = ran and to_builtins(this_process("start", {"SLURM_JOB_ID": "7_0"})) | {"started": time.time() - ran}
-        stopped = failure(kind="Stopped", message="stopped by SIGUSR2") | {"status": "preempted", "owner": owner}
-        sweep.end(0, **stopped)
-        assert [found for *_, found in states(sweep)] == [expected]
 
     def test_one_that_heard_a_signal_and_has_not_left_its_nodes_may_still_become_something_else(self, sweep):
         sweep.submit(2)

@@ -16,7 +16,6 @@ from ptdbench.records import store
 from ptdbench.sweep import status, watch
 from ptdbench.terminal import plain
 from tests.refusals import Abridged
-from tests.report.made import failed, keep, run
 from tests.sweep.made import DONE, PROGRESS, failure
 
 
@@ -37,35 +36,6 @@ def test_the_queues_word_for_what_goes_on_and_slurms_beside_the_records_for_what
     sweep.submit(1)
     sweep.says(_0=words)
     assert [row["state"] for row in cells(sweep)] == [expected]
-
-
-def test_the_blocks_of_both_sides_of_a_comparison_stand_below_each_other(sweep):
-    """Where what failed is told by its place, as names are the same in all blocks."""
-    folder = sweep.path
-    for block in (0, 10, 2):
-        for side in ("before", "after"):
-            one = failed("ddp", "broken") if (side, block) == ("after", 2) else run("ddp")
-            config = {"repeat": {"series": "compare", "block": block}}
-            keep(folder / side / str(block), "0_toy_ddp", one | {"model": "toy", "config": config})
-    (folder / "before" / "11").mkdir()  # which has just begun
-    seen = status.settle(folder)
-    assert [row["run"] for row in cells(sweep)] == [
-        f"toy ddp [{side}/{block}]" for block in (0, 2, 10) for side in ("before", "after")
-    ]
-    assert seen.is_over
-    assert watch.table_text(seen).splitlines()[-1].startswith("after/2/0_toy_ddp: failed on rank 1: ")
-    with pytest.raises(FileNotFoundError):
-        status.settle(folder / "before" / "11")
-
-
-def test_the_sweeps_of_a_folder_stand_below_its_single_runs(sweep):
-    for name in ("b/sweep", "a"):
-        keep(sweep.path / name, "0_toy_ddp", run("ddp"))
-    sweep.begin(7)
-    seen = watch.as_json(status.settle(sweep.path))["runs"]
-    assert [(one["run"], one["directory"]) for one in seen] == [
-        ("toy ddp", "7_toy_ddp"), ("gpt_tiny ddp [a]", "a/0_toy_ddp"), ("gpt_tiny ddp [b/sweep]", "b/sweep/0_toy_ddp"),
-    ]  # fmt: skip
 
 
 def test_runs_of_a_sweep_are_named_by_what_differs_whether_or_not_they_have_begun(sweep):
@@ -233,8 +203,6 @@ def test_what_was_submitted_can_be_followed_and_ended_from_any_shell(sweep, caps
         "cancel     scancel 7",
         f"output     {sweep.path}/logs",
     ]
-    watch.announce(sweep.path, [replace(job, log=f"/scratch/logs/{job.id}") for job in jobs])  # by cluster.log
-    assert capsys.readouterr().out.splitlines()[-1] == "output     /scratch/logs"
 
 
 def test_a_job_of_several_runs_is_one_and_a_hundred_jobs_are_announced_in_few_words(sweep, capsys):
@@ -327,20 +295,6 @@ class TestFollowing:
         assert sweep.results() == []
 
 
-def test_a_job_of_this_machine_that_left_no_word(sweep, capsys):
-    path = sweep.begin(0)
-    watch.settle(sweep.path, path.name, "logs/1/1_log.err")
-    written = store.load_record(path)
-    assert (written["status"], written["error"]["type"]) == ("failed", "Gone")
-    assert written["error"]["message"] == "the job's process ended without a result; its output is in logs/1/1_log.err"
-    assert sweep.results() == [written]
-    sweep.begin(1)
-    ok = sweep.end(1)
-    watch.settle(sweep.path, "1_toy_ddp", "logs/1/1_log.err")  # it did, and is left as it is
-    assert sweep.results() == [written, ok]
-    assert capsys.readouterr().err == "0_toy_ddp: failed\n1_toy_ddp: ok\n"
-
-
 def drawn(sweep, width, height, *sets_in):
     """The table on a terminal of this size, after whatever sets in meanwhile."""
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
@@ -376,12 +330,3 @@ def test_the_table_never_grows_out_of_the_terminal_and_loses_no_line(sweep, widt
     assert [row.split()[0] for row in rows[2:]] == [str(number) for number in range(shown)]
     assert below.startswith("0 of 12 have ended")
     assert ("more are" in below) == (shown < 12)
-
-
-@pytest.mark.parametrize(("kind", "ended"), [("RuntimeError", "failed"), ("Stopped", "preempted")])
-def test_a_job_of_this_machine_shows_its_traceback_unless_it_was_stopped(sweep, capsys, kind, ended):
-    path = sweep.begin(0)
-    sweep.end(0, **failure(kind=kind) | {"status": ended})
-    watch.settle(sweep.path, path.name, "log")
-    told, *traceback = capsys.readouterr().err.splitlines()
-    assert (told, bool(traceback)) == (f"{path.name}: {ended}", ended == "failed")

@@ -87,14 +87,13 @@ class TestGpu:
 class TestEnergy:
     def test_devices_add_up_and_one_that_two_ranks_share_counts_once(self):
         shared = Counted("GPU-a of n1", 10, 5.0, 1000.0)
-        total = energy([shared, shared, Counted("GPU-b of n1", 20, 10.0, 1000.0)], 5, 10)
-        assert total == Energy("NVML", 10, 5.0, 300.0, 150.0, joules_per_sample=30.0, joules_per_token=3.0)
-        assert energy([Counted("n1", 1, 1.0, 8.0)], 4, None).joules_per_token is None
+        total = energy([shared, shared, Counted("GPU-b of n1", 20, 10.0, 1000.0)], 5)
+        assert total == Energy("NVML", 10, 5.0, 300.0, joules_per_sample=30.0)
 
     def test_a_part_of_the_devices_is_no_figure_and_a_reason_that_all_share_is_told_once(self):
-        total = energy([Counted("n1", 1, 1.0, 8.0), Counted("n2", reason="permission denied")], 4, None)
+        total = energy([Counted("n1", 1, 1.0, 8.0), Counted("n2", reason="permission denied")], 4)
         assert total == Energy(reason="n2: permission denied")
-        total = energy([Counted(name, reason="why") for name in ("n1", "n2")], 4, None)
+        total = energy([Counted(name, reason="why") for name in ("n1", "n2")], 4)
         assert total == Energy(reason="why")
 
 
@@ -152,8 +151,7 @@ class TestOnAGpu:
         meter.stop()
         hardware = meter.finish()
         gpu, (clocks,) = hardware.gpu, hardware.clocks
-        assert (gpu.steps, gpu.seconds, gpu.watts, gpu.joules_per_step) == (10, 20.0, 150.0, 300.0)
-        assert gpu.joules_per_token == 300.0 / 4 / 5
+        assert (gpu.steps, gpu.seconds, gpu.watts, gpu.joules_per_sample) == (10, 20.0, 150.0, 300.0 / 4)
         assert (clocks.rank, clocks.held_back["power limit"]) == (0, 0.5)
         assert [load.gpu_ranks for load in hardware.other_load] == [[0]]
         assert not nvml.is_up

@@ -106,7 +106,6 @@ def test_fsdp_gathers_some_layers_at_a_time_or_keeps_all(shared_run):
 
 def test_the_timeline_shows_each_rank_and_each_kind(tmp_path: Path):
     RANKS.run(composed(*TINY, "parallel=fsdp", "profile.trace=true"), tmp_path)
-    assert "aten::addmm" in (tmp_path / "trace" / "operations.txt").read_text()
     peaks = record_of(tmp_path)["memory"]["ranks"]
     events = json.loads(gzip.decompress((tmp_path / "memory.json.gz").read_bytes()))["traceEvents"]
     counted = [event for event in events if event["ph"] == "C"]

@@ -1,28 +1,24 @@
-"""Curves of a report: steps and loss, results of other workloads, and throughput by number of ranks."""
+"""Curves of a report: steps and loss, and throughput by number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from math import prod
 from operator import attrgetter
 from pathlib import Path
-from statistics import median
 from typing import Literal, NamedTuple
 
 import numpy as np
-from msgspec import Struct, convert
+from msgspec import Struct
 
 from ptdbench.comparison.alternatives import sweep_of
 from ptdbench.grouping import grouped
-from ptdbench.measure.results import P2P, Collectives, Matmul
 from ptdbench.profiling import perfetto, schedule
 from ptdbench.records.effects import affects, options_affecting
-from ptdbench.records.load import MOST_LOST, Run
+from ptdbench.records.load import Run
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.store import Damaged
 from ptdbench.report import columns
 from ptdbench.report.remarks import listed, rounding, training
-from ptdbench.report.workload_tables import name_of_series
 from ptdbench.terminal import plural
 
 #: Maximum number of rows with curves: more could not be told apart.
@@ -47,7 +43,6 @@ def of_steps(rows: Mapping[int, columns.Row]) -> dict[str, object]:
     drawn = [curve for number in list(rows)[:_ROWS] if (curve := _curve(number, rows[number].run))]
     alike = grouped((training(row.run), (row.name, row.run)) for row in rows.values())
     said = [line for group in alike.values() if len(group) > 1 for line in _agreement(dict(group))]
-    said += [f"{row.name}: {damage}" for row in rows.values() if (damage := _damage(row.run))]
     return {"steps": drawn, "losses": said, "drawn": _ROWS}
 
 
@@ -67,18 +62,6 @@ def _series(run: RunRecord, name: str) -> np.ndarray:
         return Run(run, Path(run.directory)).series(name)
     except (FileNotFoundError, Damaged):
         return np.empty(0)
-
-
-def _damage(run: RunRecord) -> str | None:
-    """Return what is wrong with the series of a run, if it is damaged."""
-    if (run.steps or 0) > MOST_LOST:  # otherwise it cannot be damaged: do not read the file again
-        try:
-            Run(run, Path(run.directory)).series("losses")
-        except FileNotFoundError:
-            pass
-        except Damaged as damage:
-            return str(damage)
-    return None
 
 
 def _thinned(*curves: np.ndarray) -> np.ndarray:
@@ -147,103 +130,6 @@ def _compared(apart: Mapping[str, float], reference: str, bound: float) -> str:
         return f"losses agree with {reference} {near}"
     named = listed([f"{name} {apart[name]:.2g}" for name in far])
     return f"losses differ from {reference}, relative: {named}{'' if most is None else f', others {near}'}"
-
-
-#: Maximum number of links to draw; with more, the fastest and the slowest ones.
-_LINKS = 12
-
-#: Bytes per element.
-_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
-
-
-class Trace(Struct):
-    """A line of a figure, or points."""
-
-    name: str
-    x: list[float]
-    y: list[float]
-    text: list[str] | None = None  #: A label for each point.
-
-
-class Figure(Struct):
-    """A figure of the page."""
-
-    title: str
-    x: str  #: The title of this axis.
-    y: str  #: The title of the other axis.
-    lines: list[Trace]
-    bounds: list[Trace]  #: Bounds that the lines are below.
-
-
-def workload_curves(record: RunRecord) -> list[Figure]:
-    """Return the figures of a run; empty if its workload has none, or its results are malformed."""
-    draw, results = _OF.get(record.workload), record.written.get(record.workload)
-    try:
-        return draw(results) if draw and results else []
-    except (LookupError, TypeError, ValueError, ArithmeticError):  # their types are not in the schema
-        return []
-
-
-def _collectives(written: object) -> list[Figure]:
-    """Plot bus bandwidth by size."""
-    results = convert(written, Collectives).results
-    points = grouped((name_of_series(result), (result.bytes, result.busbw)) for result in results if result.busbw)
-    return _by_size("Collectives", "bus bandwidth", points)
-
-
-def _p2p(written: object) -> list[Figure]:
-    """Plot the bandwidth of links by size."""
-    pairs = [pair for pair in convert(written, P2P).pairs if pair.sizes]
-    pairs.sort(key=lambda pair: -(pair.bandwidth or 0.0))
-    if len(pairs) > _LINKS:
-        pairs = pairs[: _LINKS // 2] + pairs[-_LINKS // 2 :]
-    links = {
-        f"rank {pair.source} to {pair.target}": [(size.bytes or 0, size.bandwidth or 0.0) for size in pair.sizes]
-        for pair in pairs
-    }
-    return _by_size("Links between ranks", "bandwidth", links)
-
-
-def _by_size(title: str, y: str, points: Mapping[str, Sequence[tuple[float, float]]]) -> list[Figure]:
-    lines = [Trace(name, [x for x, _ in line], [y / 1e9 for _, y in line]) for name, line in points.items()]
-    return [Figure(title, "bytes", f"{y} (GB/s)", lines, [])] if lines else []
-
-
-def _matmul(written: object) -> list[Figure]:
-    """Plot a roofline: rates of products, below the bounds of memory and of the fastest product.
-
-    After S. Williams, A. Waterman and D. Patterson, "Roofline: an insightful visual performance model for multicore
-    architectures", Communications of the ACM 52, 2009. The traffic of a product is that of its three matrices, once.
-    """
-    ranks = convert(written, Matmul).ranks
-    rates = grouped(((of.dtype, of.shape), of.median) for rank in ranks for of in rank.products)
-    points = grouped(
-        (dtype, (_intensity(shape, dtype), median(of_ranks), shape)) for (dtype, shape), of_ranks in rates.items()
-    )
-    copies = [copy.median for rank in ranks for copy in rank.copies if copy.kind == "within the device"]
-    lines, bounds = [], []
-    for dtype, of_dtype in points.items():
-        x, y, shapes = map(list, zip(*sorted(of_dtype), strict=True))
-        lines.append(Trace(dtype, x, [rate / 1e9 for rate in y], shapes))
-        if copies:
-            bounds.append(_roof(f"{dtype} roof", x, max(y), median(copies)))
-    axes = ("FLOP per byte of memory traffic", "GFLOP/s of a rank")
-    return [Figure("Matrix products: roofline", *axes, lines, bounds)] if lines else []
-
-
-def _roof(name: str, intensities: Sequence[float], fastest: float, bandwidth: float) -> Trace:
-    """Return the roof: memory bandwidth times intensity, up to the fastest product of the dtype."""
-    ridge = fastest / bandwidth
-    x = sorted({min(*intensities, ridge / 4), ridge, max(*intensities, ridge)})
-    return Trace(name, x, [min(bandwidth * one, fastest) / 1e9 for one in x])
-
-
-def _intensity(shape: str, dtype: str) -> float:
-    m, n, k = map(int, shape.split("x"))
-    return 2 * prod((m, n, k)) / (_BYTES[dtype] * (m * k + k * n + m * n))
-
-
-_OF = {"collectives": _collectives, "p2p": _p2p, "matmul": _matmul}
 
 
 class Point(NamedTuple):

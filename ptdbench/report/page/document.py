@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import count
 from string import Template
@@ -149,11 +149,10 @@ def _run(run: RunRecord, environments: Environments) -> dict[str, object]:
 
 
 def _other(run: RunRecord, title: str, environments: Environments) -> dict[str, object]:
-    """Return a run that does not train, as rendered by its workload, with its curves, if any."""
+    """Return a run that does not train, as rendered by its workload."""
     return {
         "title": title,
         "text": table.of_workload(run, _WIDTH),
-        "curves": curves.workload_curves(run),
         "command": run.rerun_command(),
         "runs": [_run(run, environments)],
     }
@@ -167,23 +166,21 @@ def document(title: str, subtitle: str, content: Mapping[str, Any]) -> str:
     """Return the page for the data from :func:`content`, whose answers are on top, with links to their tables."""
     from plotly.offline import get_plotlyjs
 
+    answers = []
+    for model in (models := content.get("models", [])):
+        name, answer = (html.escape(plain(model[field])) for field in ("name", "answer"))
+        answers.append(f'<a href="#{html.escape(model["id"])}">{name}</a>: {answer}' if len(models) > 1 else answer)
     data = json.dumps(strict(content), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     data = data.translate({code: f"\\{text}" for code, text in ESCAPED.items()})  # as JSON, which has its own escapes
     return Template(_part("page.html")).substitute(
         style=_part("page.css"),
         script="\n".join(map(_part, _SCRIPTS)),
         title=html.escape(plain(title)),
-        answers="\n".join(f'  <p class="answer">{line}</p>' for line in _answers(content.get("models", []))),
+        answers="\n".join(f'  <p class="answer">{line}</p>' for line in answers),
         subtitle=html.escape(plain(subtitle)),
         plotly=get_plotlyjs(),
         data=data.replace("<", "\\u003c"),  # so that no text in a record can close the element
     )
-
-
-def _answers(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for model in models:
-        name, answer = (html.escape(plain(model[field])) for field in ("name", "answer"))
-        yield f'<a href="#{html.escape(model["id"])}">{name}</a>: {answer}' if len(models) > 1 else answer
 
 
 def _part(name: str) -> str:

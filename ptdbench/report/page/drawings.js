@@ -372,30 +372,3 @@ function bySteps(model, rows, field, scale, title, y) {
     ),
   };
 }
-
-/** Points and bounds of what another workload found, both axes logarithmic. */
-function drawCurves(curve) {
-  const traces = curve.lines.map((line, place) => ({
-    type: "scatter",
-    mode: line.x.length > 1 && !line.text ? "lines+markers" : "markers",
-    name: plainly(line.name),
-    x: line.x,
-    y: line.y,
-    text: line.text,
-    line: { color: COLORS[place % COLORS.length], dash: DASHES[Math.floor(place / COLORS.length) % DASHES.length] },
-    marker: { color: COLORS[place % COLORS.length], symbol: SYMBOLS[place % SYMBOLS.length], size: 8 },
-  }));
-  const bounds = curve.bounds.map(({ name, x, y }, place) => {
-    const line = { color: COLORS[place % COLORS.length], dash: "dot" };
-    return { type: "scatter", mode: "lines", name: plainly(name), x, y, line };
-  });
-  const all = [...traces, ...bounds];
-  return {
-    traces: all,
-    layout: underLegend(all.map((trace) => trace.name), ...["x", "y"].map((name) => logAxis(curve[name], all.flatMap((line) => line[name])))),
-    head: ["line", curve.x, curve.y, "of"],
-    rows: [...curve.lines, ...curve.bounds].flatMap((line) =>
-      line.x.map((x, place) => [line.name, x, line.y[place], line.text ? line.text[place] : null]),
-    ),
-  };
-}

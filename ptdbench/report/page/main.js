@@ -88,9 +88,6 @@ function failures() {
 }
 
 function otherSection(other, place) {
-  other.figures = other.curves.map((curve, number) =>
-    figureElement(`other-${place + 1}-${number + 1}`, curve.title, "", () => drawCurves(curve)),
-  );
   const command = other.command ? element("pre", { class: "command" }, other.command) : null;
   const [run] = other.runs;
   const where = run.environment === null ? "" : `, environment ${run.environment + 1}`;
@@ -101,7 +98,6 @@ function otherSection(other, place) {
     element("p", { class: "about" }, path(run.directory), where),
     command,
     folded("terminal output", other.text.split("\n").length <= 40, element("pre", { tabindex: 0 }, other.text)),
-    ...other.figures.map((figure) => figure.element),
   );
 }
 
@@ -185,5 +181,4 @@ function nextTheme() {
 
 build();
 document.getElementById(location.hash.slice(1))?.scrollIntoView();
-report.others.forEach((other) => other.figures.forEach((figure) => drawFigure(figure)));
 update();

@@ -1,4 +1,4 @@
-"""Curves as they are drawn: steps and losses, what other workloads found, and scaling."""
+"""Curves as they are drawn: steps and losses, and scaling."""
 
 import math
 
@@ -9,9 +9,8 @@ from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.ranking import Standing
 from ptdbench.records import series
 from ptdbench.report.columns import Row
-from ptdbench.report.page.curves import Point, of_steps, scaling_curves, workload_curves
+from ptdbench.report.page.curves import Point, of_steps, scaling_curves
 from tests.report.made import made
-from tests.report.test_workload_tables import collective, link, product
 
 
 def shown(*runs):
@@ -102,70 +101,6 @@ def test_virtual_runs_have_neither_times_nor_losses(trained):
 def test_rows_without_their_series_have_no_curves(tmp_path):
     runs = (made({"steps": steps, "directory": str(tmp_path / "gone")}) for steps in (5, None))
     assert shown(*runs) == {"steps": [], "losses": [], "drawn": 40}
-
-
-def figures(workload, found):
-    return workload_curves(made({"workload": workload, workload: found}))
-
-
-def test_collectives_have_a_line_for_each_operation():
-    results = [collective("all_gather", 8, busbw=1e9), collective("all_gather", 16, busbw=2e9)]
-    results += [collective("broadcast", 8, busbw=3e9), collective("barrier")]
-    found = {"group": "all", "groups": [], "definitions": {}, "results": results, "fits": [], "cut": [], "left_out": []}
-    (figure,) = figures("collectives", found)
-    assert (figure.x, figure.y) == ("bytes", "bus bandwidth (GB/s)")
-    assert [(line.name, line.x, line.y) for line in figure.lines] == [
-        ("all_gather fp32", [8, 16], [1.0, 2.0]),
-        ("broadcast fp32", [8], [3.0]),
-    ]
-
-
-def test_of_many_links_the_fastest_and_the_slowest_are_drawn():
-    pairs = [link(0, rank, bandwidth=1e9 * rank) for rank in range(1, 31)]
-    (figure,) = figures("p2p", {"pairs": pairs, "both": [], "cut": []})
-    ranks = [int(line.name.rpartition(" ")[2]) for line in figure.lines]
-    assert ranks == [30, 29, 28, 27, 26, 25, 6, 5, 4, 3, 2, 1]
-    assert (figure.lines[0].x, figure.lines[0].y) == ([2**26], [30.0])
-
-
-def rank(rates, copies=True):
-    products = [product(rate, dtype=dtype, shape=shape) for dtype, shape, rate in rates]
-    copy = product(10e9, kind="within the device", bytes=2**30)
-    return {"rank": 0, "device": "cpu", "products": products, "copies": [copy] * copies}
-
-
-def of_matmul(*ranks):
-    return figures("matmul", {"ranks": ranks, "ceilings": [], "other_load": []})
-
-
-def test_the_roofline_of_products_is_that_of_the_median_rank():
-    shape = "100x100x100"  # 2e6 FLOPs over 3 * 100 * 100 numbers
-    rates = [[("fp32", shape, rate), ("bf16", "1x1x1", 1e9)] for rate in (2e11, 4e11, 3e11)]
-    (figure,) = of_matmul(*map(rank, rates))
-    fp32, bf16 = figure.lines
-    assert (fp32.x, fp32.y, fp32.text) == (pytest.approx([2e6 / 12e4]), [300.0], [shape])
-    assert bf16.x == pytest.approx([2 / 6])
-    roof, _ = figure.bounds
-    assert roof.x == pytest.approx([7.5, 30.0])  # 3e11 FLOP/s at 1e10 bytes/s is 30 FLOP a byte
-    assert roof.y == pytest.approx([75.0, 300.0])
-    assert of_matmul(*(rank(of_rank, copies=False) for of_rank in rates))[0].bounds == []
-
-
-@pytest.mark.parametrize(
-    ("workload", "found"),
-    [
-        *(
-            ("matmul", {"ranks": ranks, "ceilings": [], "other_load": []})
-            for ranks in ([], [rank([("fp8", "2x2x2", 1e9)])], [rank([("fp32", "square", 1e9)])])
-        ),
-        ("collectives", {"results": [{"op": "x"}]}),
-        ("collectives", []),
-        ("p2p", None),
-        ("mine", {"anything": 1}),
-    ],
-)
-def test_what_is_not_as_it_should_be_has_no_figure(workload, found):
-    assert figures(workload, found) == []
 
 
 def row(number, ranks, rate, batch=16, parallel="ddp", sweep="a", nodes=1):
