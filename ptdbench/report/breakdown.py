@@ -181,7 +181,6 @@ def _profiled(records: Iterable[RunRecord], width: int) -> Iterator[str]:
 _FIGURES: dict[str, tuple[Callable[[Communication], float | None], str]] = {
     "calls": (lambda sent: sent.calls, ""),
     "MB": (lambda sent: sent.bytes / 1e6, "sent, or received if more"),
-    "by formula": (lambda sent: None if sent.formula_bytes is None else sent.formula_bytes / 1e6, "expected MB"),
     "ms": (lambda sent: 1e3 * sent.seconds, "in flight, from the moment the last rank reaches it"),
     "by fit": (
         lambda sent: None if sent.fit_seconds is None else 1e3 * sent.fit_seconds,
@@ -194,8 +193,8 @@ _FIGURES: dict[str, tuple[Callable[[Communication], float | None], str]] = {
     ),
 }
 
-#: Figures that get a column only if any run has them.
-_EXPECTED = ("by formula", "by fit")
+#: The figure that gets a column only if any run has it.
+_EXPECTED = "by fit"
 
 
 def _figures(sent: Communication) -> dict[str, str]:
@@ -212,9 +211,9 @@ def _operations(records: Mapping[str, RunRecord], width: int) -> Iterator[str]:
     ]
     if not rows:
         return
-    expected = [heading for heading in _EXPECTED if any(figures[heading] != MISSING for *_, figures in rows)]
-    headings = [heading for heading in _FIGURES if heading not in _EXPECTED or heading in expected]
+    is_expected = any(figures[_EXPECTED] != MISSING for *_, figures in rows)
+    headings = [heading for heading in _FIGURES if heading != _EXPECTED or is_expected]
     shown = [[called, name, *(figures[heading] for heading in headings)] for called, name, figures in rows]
-    yield drawn(["run", "operation", *headings], shown, width, ["run", "operation"], _EXPECTED)
+    yield drawn(["run", "operation", *headings], shown, width, ["run", "operation"], [_EXPECTED])
     meanings = {heading: _FIGURES[heading][1] for heading in headings}
     yield wrap(_legend("per step, means over ranks", meanings, headings), width)

@@ -24,9 +24,6 @@ _EVEN = 0.05
 #: Profiling only slows steps down: if profiled steps took less than this fraction, timed steps ran in other conditions.
 _SHORTER = 0.95
 
-#: Tolerances of traffic relative to its formula, and in bytes, for messages of single numbers.
-_AS_FORMULA, _SINGLE_NUMBERS = 0.01, 100
-
 #: The option for load balancing of experts, and the value that enforces it.
 _BALANCE, _FORCED = "model.router.balance", "forced"
 
@@ -84,14 +81,11 @@ def shares(record: RunRecord, called: str) -> str:
 
 
 def remarks(record: RunRecord, called: str) -> Iterator[str]:
-    """Yield what stands out in a run: traffic that deviates from its formula, the bubble, uneven ranks, a straggler."""
+    """Yield what stands out in a run: the bubble, uneven ranks, a straggler."""
     phases = record.phases
     yield from doubt(record, called)
     if lopsided := record.remarks.pipeline:
         yield f"{called}: {lopsided}"
-    for name, sent in (phases.communication or {}).items():
-        if formula := _unlike(sent):
-            yield f"{called}: {spoken(name)} {bytes_text(sent.bytes)} a step, {formula} by formula"
     if (fullest := record.experts.fullest_rank or 1.0) > 1:
         waited = recorded_phases.step(record).phases["experts"]
         share = f"{waited / (phases.step_seconds or math.inf):.0%} of the step"
@@ -150,14 +144,6 @@ def against_first(groups: Sequence[Mapping[str, RunRecord]]) -> list[str]:
         slower = [(called, run) for called, run in others if (1 - _NOISE) * _takes(run) >= _takes(first)]
         lines += [_explained(run, first, called, reference) for called, run in slower] or [shares(first, reference)]
     return lines
-
-
-def _unlike(sent: Communication) -> str:
-    """Return the bytes by formula as text if the traffic deviates, else an empty text."""
-    exact = sent.formula_bytes
-    if exact is not None and abs(sent.bytes - exact) > max(_AS_FORMULA * exact, _SINGLE_NUMBERS):
-        return bytes_text(exact)
-    return ""
 
 
 def _bubble(record: RunRecord) -> str:

@@ -9,9 +9,9 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from ptdbench.grouping import grouped
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import bandwidth
-from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import events, perfetto, schedule, trace
 from ptdbench.profiling.phases import PHASES, PhaseTimes, Traffic, partition
 from ptdbench.records.schema import Communication, Metrics, Phases
@@ -45,24 +44,11 @@ _ROWS = 40
 MOST_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The expected communication and stages of a step."""
+def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[str]] | None) -> Phases | None:
+    """Profile some steps; called in all ranks, as the last part of a run. ``None`` on ranks other than the first.
 
-    volume: Mapping[str, Size] = field(default_factory=dict)  #: Bytes of each communication operation by formula.
-    parts: list[list[str]] | None = None  #: Each pipeline stage's parts outside the repeated layers.
-
-
-def expect(job: Job) -> Expected:
-    """Predict a step, before the layout changes the model; empty on ranks and in runs that do not use it."""
-    training = job.training
-    if not job.world.is_first or not job.spec.config.profile.steps:
-        return Expected()
-    return Expected(training.volume(forced=bool(job.spec.virtual)), training.parts_of_stages())
-
-
-def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected) -> Phases | None:
-    """Profile some steps; called in all ranks, as the last part of a run. ``None`` on ranks other than the first."""
+    ``parts``: each pipeline stage's parts outside the repeated layers.
+    """
     started = time.perf_counter()
     timed: float | None = gather(metrics and metrics.step_seconds and metrics.step_seconds.mean)[0]
     steps = _count(job.spec.config.profile.steps, timed)
@@ -83,11 +69,10 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected
         return None
     breakdown = scaled(of_ranks, timed)
     for operation, sent in (breakdown.communication or {}).items():
-        sent.formula_bytes = expected.volume.get(operation)
         sent.fit_seconds = _fit_seconds(job, operation, sent.calls, sent.bytes)
     breakdown.stages = traces.stages(job)
     breakdown.bubble_formula = _bubble(job)
-    breakdown.stage_parts = expected.parts
+    breakdown.stage_parts = parts
     breakdown.stage_links = loop.engine.links
     breakdown.pass_seconds = time.perf_counter() - started
     return breakdown

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from ptdbench.job import Job
 from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import gather
 from ptdbench.measure import memory
-from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import trace
 from ptdbench.profiling.kernels import kernel_kind
 from ptdbench.records.accounts import merged
@@ -27,19 +25,13 @@ from ptdbench.training.loop import StepLoop
 from ptdbench.virtual.watch import LOGGED, Log
 
 
-def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> Virtual | None:
+def account(job: Job, loop: StepLoop) -> Virtual | None:
     """Run a step to time the host, and one under the profiler, unless ``profile.steps=0``; ``None`` except on rank 0.
 
-    Called in all present ranks, when the steps of the loop are drained. ``volume``: on rank 0, the bytes of each
-    communication operation in a step by formula.
+    Called in all present ranks, when the steps of the loop are drained.
     """
     of_ranks: list[Virtual] = gather(_of_rank(job, loop))
-    if not job.world.is_first:
-        return None
-    of_all = merged([of_ranks[rank] for rank in present(job)])
-    for operation, sent in (of_all.messages or {}).items():
-        sent.formula_bytes = volume.get(operation)
-    return of_all
+    return merged([of_ranks[rank] for rank in present(job)]) if job.world.is_first else None
 
 
 def present(job: Job) -> list[int]:

@@ -155,22 +155,6 @@ class TestRanks:
         record = phased("ddp", 120, ranks, waited_for=[0.01, 0.03], waited_for_most=most)
         assert list(remarks(record, "ddp")) == [f"ddp: {told}"]
 
-    @pytest.mark.parametrize(
-        ("size", "formula", "told"),
-        [
-            (4.03e6, 4e6, None),
-            (4.05e6, 4e6, "4.05 MB a step, 4.00 MB by formula"),
-            (3.9e6, 4e6, "3.90 MB a step, 4.00 MB by formula"),
-            (8, 0.0, None),  # a norm
-            (4e6, 0.0, "4.00 MB a step, 0.00 B by formula"),
-            (4e6, None, None),
-        ],
-    )
-    def test_what_is_sent_besides_the_formula_is_told(self, size, formula, told):
-        sent = {"all_gather": operation(0, 10, size=size, formula_bytes=formula)}
-        record = phased("ddp", 90, {"forward": [30] * 2, "backward": [60] * 2}, communication=sent)
-        assert list(remarks(record, "ddp")) == ([f"ddp: all-gather {told}"] if told else [])
-
     def test_what_imbalance_costs(self):
         def balanced(balance, step, waits, **model):
             config = {"model": {"name": "moe", "router": {"balance": balance}, **model}}
