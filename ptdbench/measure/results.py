@@ -253,8 +253,6 @@ class Collectives(Struct):
     cut: list[Cut]  #: Skipped sizes.
     left_out: list[str]  #: Collectives that the backend does not support.
 
-    kept: str | None = None  #: Why ``fits`` were not cached for later runs; null if they were, or are not of all ranks.
-
 
 class Check(Struct):
     """Whether the cluster is sound (``workload=check``, or ``check=true`` before a training run)."""

@@ -122,9 +122,6 @@ class Communication(Struct):
     seconds: Amount
     #: The exposed part of ``seconds``, in which the rank computed nothing: a share of the phase ``communication``.
     exposed_seconds: Amount
-    #: Predicted seconds of ``calls`` with ``bytes``, from the line that ``workload=collectives`` last fitted on these
-    #: ranks with this backend and torch; null if there is none, or the operation does not involve all ranks.
-    fit_seconds: Amount | None = None
 
 
 class Phases(Struct):

@@ -205,10 +205,8 @@ def spoken(operation: str) -> str:
 
 
 def _traffic(sent: Communication | None) -> str:
-    """``49.0 MB, 1.60 GB/s, 30.6 ms, 21.0 by fit``: the traffic of an operation in a step; no times without a fit."""
+    """``49.0 MB, 1.60 GB/s``: the traffic of an operation in a step."""
     if not sent or not sent.bytes:
         return ""
-    size, seconds, fit = sent.bytes, sent.seconds, sent.fit_seconds
-    rate = [f"{bytes_text(size / seconds)}/s"] if seconds else []
-    times = [f"{three_digits(1e3 * seconds)} ms", f"{three_digits(1e3 * fit)} by fit"] if seconds and fit else []
-    return ", ".join([bytes_text(size), *rate, *times])
+    rate = f", {bytes_text(sent.bytes / sent.seconds)}/s" if sent.seconds else ""
+    return f"{bytes_text(sent.bytes)}{rate}"

@@ -142,8 +142,6 @@ def collectives_tables(collectives: results.Collectives, width: int) -> str:
     remarks = [*_definitions(collectives, width), *_cut(collectives.cut, width)]
     if collectives.left_out:
         remarks.append(wrap(f"left out, not in this backend: {', '.join(collectives.left_out)}", width))
-    if collectives.kept:
-        remarks.append(wrap(collectives.kept, width))
     return "\n\n".join([*blocks, "\n".join(remarks)])
 
 

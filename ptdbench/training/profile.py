@@ -26,7 +26,6 @@ from ptdbench.files import lack_of_space
 from ptdbench.grouping import grouped
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
-from ptdbench.measure import bandwidth
 from ptdbench.profiling import events, perfetto, schedule, trace
 from ptdbench.profiling.phases import PHASES, PhaseTimes, Traffic, partition
 from ptdbench.records.schema import Communication, Metrics, Phases
@@ -68,8 +67,6 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[s
     if not job.world.is_first:
         return None
     breakdown = scaled(of_ranks, timed)
-    for operation, sent in (breakdown.communication or {}).items():
-        sent.fit_seconds = _fit_seconds(job, operation, sent.calls, sent.bytes)
     breakdown.stages = traces.stages(job)
     breakdown.bubble_formula = _bubble(job)
     breakdown.stage_parts = parts
@@ -189,16 +186,6 @@ def _without_profiler(of_rank: PhaseTimes, step_seconds: float) -> PhaseTimes:
     host = min(of_rank.seconds["host"], max(0.0, of_rank.duration - of_rank.steps * step_seconds))
     left = {**of_rank.seconds, "host": of_rank.seconds["host"] - host}
     return replace(of_rank, duration=of_rank.duration - host, seconds=left)
-
-
-def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float | None:
-    """Predict an operation's seconds by the fit of ``workload=collectives``, if its calls involve all ranks."""
-    dims, strategy = job.training.layout.dims, job.training.strategy
-    if max(getattr(dims, name) for name in dims.order()) < dims.world_size:
-        return None
-    precision = {"tf32": "fp32"}.get(name := job.spec.config.general.precision, name)  # split products are not in fp8
-    dtype = precision if dims.tensor > 1 else strategy.sent  # tensor parallelism sums activations
-    return bandwidth.fitted_seconds(bandwidth.fits_key(job.spec.backend, job.peers), operation, dtype, calls, size)
 
 
 def _bubble(job: Job) -> float | None:
