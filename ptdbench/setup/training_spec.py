@@ -113,7 +113,7 @@ class TrainingSpec:
     @property
     def communicators(self) -> int:
         """Number of NCCL communicators of a rank."""
-        return self.strategy.communicators(self.layout.dims)
+        return self.layout.dims.communicators
 
     def parts_of_stages(self) -> list[list[str]] | None:
         """Return each stage's parts other than repeated layers, before :meth:`engine`; ``None`` without a pipeline."""

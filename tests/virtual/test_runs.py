@@ -14,7 +14,6 @@ from ptdbench.prediction.log import OPERATIONS, read
 from ptdbench.records.run_record import typed
 from ptdbench.report import table
 from tests.conftest import ROOT, records
-from tests.parallel.setters import needs_setters
 from tests.programs import call
 from tests.virtual.conftest import Start
 
@@ -176,17 +175,6 @@ def assert_messages_join(steps: list[np.ndarray]) -> None:
     assert not any(transfers.values())
     assert {ranks for *_, ranks in collectives} >= {2}
     assert all(members in (0, ranks) for (*_, ranks), members in collectives.items())
-
-
-@needs_setters
-@pytest.mark.thorough
-def test_fsdp_messages_may_have_their_own_communicator(start: Start, environ, tmp_path):
-    words = ("parallel=fsdp", "parallel.separate_reduce_scatter=false,true")
-    done = train(environ, tmp_path, "-m", *SMALL, *words, "parallel.reduce_scatter_buffers=2", "virtual=h100")
-    assert done.returncode == 0, done.stderr
-    plain, own = (record["virtual"] for record in records(tmp_path))
-    assert own["communicators"][0] - plain["communicators"][0] == 1
-    assert own["messages"] == plain["messages"]
 
 
 OWN_GPU = """
