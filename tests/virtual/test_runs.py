@@ -218,7 +218,7 @@ def test_sanitizer_finds_no_races(start: Start, environ, tmp_path):
 
 @pytest.mark.thorough
 def test_synchronized_batch_norm_runs_on_virtual_gpus(start: Start, environ, tmp_path):
-    """torch's own looks for ranks without samples by a mask, which a virtual GPU cannot answer."""
+    """torch looks for ranks without samples by a mask, which a virtual GPU does not compute."""
     words = ("model=resnet18", "model.image_size=32", "parallel=ddp", "parallel.sync_batchnorm=true", "virtual=h100")
     done = train(environ, tmp_path, *words, "train.global_batch=4", "train.steps=2", "train.warmup_steps=0")
     assert done.returncode == 0, done.stderr
