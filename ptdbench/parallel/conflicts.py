@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.models.protocol import Model, Role, members, module_of
-from ptdbench.parallel import experts, fp8, ring, tensor
+from ptdbench.parallel import experts, fp8, tensor
 from ptdbench.parallel.activations import Selective
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims, divisors
@@ -33,7 +33,6 @@ _UNDIVIDED = "try 1, or parallel=ddp,fsdp"
 
 def of_values(options: Options) -> list[Row]:
     """Return the conflicts of values that are invalid whatever the degrees."""
-    lacks = ring.missing() if options.context_method == "ring" else None
     schedule, stages = SCHEDULES.get(options.schedule), options.stages_per_rank
     allowed = schedule.stages if schedule and options.pipeline != 1 else stages
     return [
@@ -47,7 +46,6 @@ def of_values(options: Options) -> list[Row]:
          f"needs torch {SPLITS_SINCE} or newer (installed: {torch.__version__})", "try interleaved1f1b, looped_bfs"),
         (options.bucket_mb != "auto" and options.bucket_mb <= 0, "bucket_mb", "must be greater than 0 (MiB)",
          "try auto, 25"),
-        (lacks, "context_method", f"needs {lacks}, missing from torch {torch.__version__}", "try ulysses"),
     ]  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Recompute, Selective
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.strategy import Strategy
@@ -176,6 +175,3 @@ def test_what_this_torch_lacks_is_refused(monkeypatch):
     rule = "needs torch 2.15 or newer (installed: 2.14.1+cpu); try interleaved1f1b, looped_bfs"
     Strategy(**PDP, schedule="looped_bfs")
     assert refused(lambda: Strategy(**PDP, schedule="zbv")) == f"schedule=zbv: {rule}"
-    monkeypatch.setattr(ring, "_NEEDED", ("no_such_function",))
-    refusal = f"context_method=ring: needs …no_such_function, missing from torch {torch.__version__}; try ulysses"
-    assert refused(lambda: Strategy(context=2, context_method="ring")) == Abridged(refusal)
