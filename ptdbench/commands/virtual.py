@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", help=words)
     parser.add_argument("--ranks", metavar="A,B", help="only these ranks; the other ones are not there")
     parser.add_argument("--steps", type=int, metavar="N", help="end the program after N steps, which is a success")
-    parser.add_argument("--stacks", action="store_true", help="keep torch's memory snapshots, with Python stacks")
+    parser.add_argument("--stacks", action="store_true", help="show the largest tensors at the peak, and their stacks")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object; the program's output goes to stderr"
     )
@@ -53,12 +53,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         echo(files.as_text(run.written))
         return status
-    lines = ["", virtual.of_program(run, width())]
-    if arguments.stacks:
-        lines.append(
-            f"torch's snapshots, for https://pytorch.org/memory_viz: {Path(run.directory) / program.SNAPSHOTS}"
-        )
-    echo("\n".join(lines), sys.stderr if status else None)
+    lines = [virtual.of_program(run, width()), *virtual.largest(Path(run.directory))]
+    echo("\n".join(["", *lines]), sys.stderr if status else None)
     return status
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from msgspec.structs import astuple
 
@@ -12,11 +13,12 @@ from ptdbench.comparison import predictions
 from ptdbench.comparison.ranking import spoken
 from ptdbench.grouping import grouped
 from ptdbench.problems import in_shell
+from ptdbench.profiling import snapshots
 from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import FirstStep, Messages, Plan, Virtual
 from ptdbench.report.text import drawn, figure_text, wrap
-from ptdbench.terminal import command, plural, rank_names
+from ptdbench.terminal import command, plain, plural, rank_names
 from ptdbench.units import gib_text, memory_text, size_text, three_digits
 
 
@@ -43,6 +45,9 @@ PLANNED = {
 
 #: The same of those that are always shown, in a table with predicted times.
 BESIDE_TIMES = {"gathered": 8, "activations": 9, "reserved": 10, "max mb": 11}
+
+#: The places of a program that are shown, of those that allocated what was alive at the peak.
+_MOST_PLACES = 8
 
 #: Those that are no sizes.
 NO_SIZES = ("mb", "rank", "fits", "max mb")
@@ -224,6 +229,19 @@ def of_program(record: RunRecord, width: int) -> str:
     taken = f"{steps} steps" if steps else "no step was found: kernels and messages are those of the whole program"
     zeros = "nothing is computed: losses are zeros"
     return "\n".join([*lines, explained(record, command, width), wrap(f"{taken}; {zeros}; {record.directory}", width)])
+
+
+def largest(directory: Path) -> Iterator[str]:
+    """Yield what took most memory at the peak of the process that needed most, if this process has kept snapshots."""
+    kept = [(snapshots.largest(path, _MOST_PLACES), path) for path in directory.glob("memory/*.pickle")]
+    if not kept:
+        return
+    places, path = max(kept, key=lambda of_one: sum(place.bytes for place in of_one[0]))
+    yield f"largest at the peak, by place; the whole snapshot, for https://pytorch.org/memory_viz, is {path}:"
+    for place in places:
+        frames = place.stack or ["(no Python: the backward pass)"]
+        title = f"  {size_text(place.bytes)} in {plural(place.count, 'tensor')}"
+        yield plain("\n".join([title, *(f"    {frame}" for frame in frames)]))
 
 
 def _memory(record: RunRecord, width: int) -> Iterator[str]:
