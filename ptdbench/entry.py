@@ -100,7 +100,6 @@ def execute(arguments: argparse.Namespace) -> Ended:
 
 def _follow(world: World) -> Path | None:
     """Execute the runs that rank 0 names; return the directory of the run or sweep."""
-    local.check_address_space()
     directory = followers.follow(world)
     return directory and (ledger.sweep_of(directory) or directory)
 
@@ -173,7 +172,6 @@ def plan(arguments: argparse.Namespace) -> int:
         rule = f"starts its own ranks, and {world.launcher} has started this process"
         raise ConfigError([Problem("plan", " ".join(overrides), rule, f"run it without {world.launcher}")])
     local.check_sockets()
-    local.check_address_space()
     composed = plans.composed(overrides, compose.source(arguments))
     made = plans.make(composed, overrides, arguments.again, _prepare_to_plan, _run)
     if arguments.json:
@@ -207,7 +205,6 @@ def _run(directory: Path) -> None:
 def _here(composed: compose.Composed, world: World | None, line: resume.Line) -> Ended:
     """Execute the runs on this machine, or as rank 0 of those that a launcher started."""
     if world:
-        local.check_address_space()
         settings.enable_expandable_segments(os.environ)  # the checks may use this rank's GPU
     else:
         prepare_ranks(composed.configs)
@@ -329,7 +326,6 @@ def prepare_ranks(configs: Sequence[Config]) -> None:
     """
     from ptdbench.setup import choices
 
-    local.check_address_space()
     groups = [node for read in configs for node in read.resolved.values() if isinstance(node, dict)]
     targets = {str(group.get("_target_")) for group in groups}
     chosen = {target.rpartition(".")[0] for target in targets if target.startswith("ptdbench.")}

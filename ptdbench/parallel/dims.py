@@ -59,7 +59,6 @@ class Degrees(Generic[T]):
         divides=("samples", "weights"), place=2, derived=2, preset="parallel=fsdp,hsdp",
         options=(
             "reshard_after_forward", "reshard_between_microbatches", "reduce_scatter_each_microbatch", "prefetch",
-            "separate_reduce_scatter", "reduce_scatter_buffers",
         ),
     )  # fmt: skip
     context: T = degree(

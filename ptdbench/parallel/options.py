@@ -30,8 +30,6 @@ class Options(Degrees[Size]):
     reshard_between_microbatches: bool | Literal["auto"] = "auto"
     reduce_scatter_each_microbatch: bool = False
     prefetch: int = 1
-    separate_reduce_scatter: bool = False
-    reduce_scatter_buffers: int = 1
     gradients: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     context_method: Method = "ulysses"
     sequence: bool = False
@@ -71,10 +69,6 @@ class Options(Degrees[Size]):
             "loss scaling": scales and (dims.pipeline > 1 or dims.expert > 1),
         }
         return [name for name, is_used in used.items() if is_used]
-
-    def communicators(self, dims: Dims) -> int:
-        """Return the number of NCCL communicators of a rank."""
-        return dims.communicators + (self.separate_reduce_scatter and self.gathers_weights(dims))
 
     @property
     def sent(self) -> Literal["fp32", "bf16", "fp16"]:

@@ -41,7 +41,7 @@ class Strategy(Options):
     def __post_init__(self) -> None:
         given = {name: degree for name, degree in self.degrees().items() if degree != "auto"}
         require(
-            *at_least(1, **given, prefetch=self.prefetch, reduce_scatter_buffers=self.reduce_scatter_buffers),
+            *at_least(1, **given, prefetch=self.prefetch),
             *conflicts.problems(self, conflicts.of_values(self)),
             *conflicts.problems(self, conflicts.of_degrees(self)),
         )
