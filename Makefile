@@ -49,7 +49,7 @@ lint: install-test
 test-quick: install-test  ## the tests that start no ranks and no SLURM, in a minute
 	$(BIN)/python -m pytest -m "not ranks and not slurm and not mpi and not slow and not thorough" $(ARGS)
 
-newcomer: install-test  ## the wheel in an empty environment, every command of the pages, a terminal: an hour or so
+newcomer: install-test  ## the wheel in an empty environment, every command of the pages: an hour or so
 	$(BIN)/python -m pytest -m slow tests/newcomer $(ARGS)
 
 docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html; broken links fail
