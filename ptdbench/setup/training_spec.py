@@ -174,11 +174,13 @@ def build(config: Config, layout: BatchPlan, *, on_gpu: bool, counts: bool) -> T
     return TrainingSpec(config, *parts, model.tied(), pinned, flops)
 
 
-def specify(config: Config, world_size: Callable[[Callable[[int], int]], int], *, on_gpu: bool = False) -> TrainingSpec:
+def specify(
+    config: Config, world_size: Callable[[Callable[[int], int]], int], *, nodes: int = 1, on_gpu: bool = False
+) -> TrainingSpec:
     """Specify a training run.
 
-    ``world_size`` returns the number of ranks, given the strategy's rule for how many devices to use; ``on_gpu`` says
-    whether these are GPUs.
+    ``world_size`` returns the number of ranks, given the strategy's rule for how many devices to use; ``nodes`` is the
+    number of their nodes, and ``on_gpu`` says whether these are GPUs.
 
     Raises:
         ConfigError: With all problems, as far as one can be checked in the presence of another.
@@ -198,7 +200,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int], *
     def layout() -> BatchPlan:
         assert strategy
         asked, size = config.train, world_size(strategy.ranks)
-        dims = under("parallel", strategy.dims, size, model)
+        dims = under("parallel", strategy.dims, size, model, nodes)
         # A micro-batch that must be searched for is not known yet; the search makes its own layouts.
         micro_batch: int | Literal["auto"] = asked.micro_batch if isinstance(asked.micro_batch, int) else "auto"
         under("train", batch.check_share, dims.batch, asked.global_batch, micro_batch)
