@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 #: The folder of plans in the cache.
 _KIND = "plans"
 
+#: What the tries of a plan depend on: parts of its key, and all of the package but what looks at them afterwards.
+_OF_TRIES = ("files", "python", "cores", "environment")
+_AFTER_TRIES = ("commands", "comparison", "planning", "prediction", "report")
+
 #: Packages whose installation a plan depends on.
 _PACKAGES = ("torch", "numpy", "torchvision", "torchao", "triton")
 
@@ -113,7 +117,7 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
     keys = [_key(job, is_free) for job in jobs]  # first: importing torch changes the environment, a part of the keys
     earlier = [cache.look_up(_KIND, key).get("fields") if key and not again else None for key in keys]
     uncached = [
-        _Uncached(job, is_free, f"[{number}/{len(jobs)}] {job.label}", key)
+        _Uncached(job, is_free, f"[{number}/{len(jobs)}] {job.label}", key, again)
         for number, (job, cached, key) in enumerate(zip(jobs, earlier, keys, strict=True), 1)
         if cached is None
     ]
@@ -142,6 +146,7 @@ class _Uncached:
     is_free: bool  #: Whether no global batch was given.
     title: str  #: Its title in the display.
     key: dict[str, Any] | None  #: Its cache key; ``None`` if it cannot be cached.
+    again: bool = False  #: Ignore its cached recordings, too.
 
 
 def _paced(uncached: Sequence[_Uncached], prepare: Prepare, execute: Execute) -> Generator[dict[str, Any]]:
@@ -227,7 +232,8 @@ def _fields(plan: _Uncached, execute: Execute, cores: int) -> dict[str, Any]:
 
     started = time.monotonic()
     try:
-        request = memory_plan.PlanRequest(plan.config, plan.is_free, plan.title, execute, cores)
+        of_tries = plan.key and {**{name: plan.key[name] for name in _OF_TRIES}, "package": _package(_AFTER_TRIES)}
+        request = memory_plan.PlanRequest(plan.config, plan.is_free, plan.title, execute, cores, of_tries, plan.again)
         fields = memory_plan.plan(request)
     except ConfigError as refused:
         return _failed(refused)
@@ -322,9 +328,10 @@ def _may_change(package: str) -> bool:
 
 
 @once
-def _package() -> str:
-    """Return a digest of ptdbench's own files."""
+def _package(without: Sequence[str] = ()) -> str:
+    """Return a digest of ptdbench's own files, except for some folders."""
     folder, digest = Path(compose.__file__).parents[1], sha256()
     for path in sorted(path for suffix in ("py", "c", "h", "csv") for path in folder.rglob(f"*.{suffix}")):
-        digest.update(path.read_bytes())
+        if path.relative_to(folder).parts[0] not in without:
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
