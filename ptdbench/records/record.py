@@ -118,6 +118,12 @@ def stopped(record: Written, why: str, saved: bool | None = True) -> Draft:
     return {**record, "status": status, "error": schema.NO_ERROR | {"type": "Stopped", "message": message}}
 
 
+def requeued(record: Written, number: int, limit: int) -> Draft:
+    """Return the record of a run whose job was requeued: it stays open."""
+    message = f"saved and requeued ({number} of {limit}); it resumes in the same directory"
+    return {**record, "status": "preempted", "error": schema.NO_ERROR | {"type": UNFINISHED, "message": message}}
+
+
 def is_open(record: Written) -> bool:
     """Return whether the end of the run has not been recorded yet."""
     return schema.error(record).type == UNFINISHED

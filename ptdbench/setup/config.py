@@ -148,6 +148,7 @@ class Slurm(Cluster):
     mem_gb: Memory | None
     exclusive: bool
     requeue: bool
+    max_requeues: Natural
     mail_user: str | None
     mail_type: str | None
     dependency: str | None

@@ -1,6 +1,7 @@
 """Submissions, as far as they need no cluster: which jobs share an array, what a job is given, one after another."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -41,6 +42,22 @@ class TestArrays:
     )  # fmt: skip
     def test_what_is_told_otherwise_needs_another(self, asked, override):
         assert numbers(asked(override)) == [[[0]], [[1]]]
+
+    @pytest.mark.parametrize(("most", "sizes"), [(4, [3, 3]), (6, [6]), (2, [2, 2, 2]), (1, [1] * 6), (0, [1] * 6)])
+    def test_no_array_is_longer_than_slurm_allows(self, asked, monkeypatch, most, sizes):
+        """And together they run as many jobs at once as one would."""
+        monkeypatch.setattr(slurm, "_output", lambda *_: f"MaxArraySize            = {most}\n")
+        scripts = []
+        monkeypatch.setattr(slurm, "test", lambda script: scripts.append(script) or "ok")
+        submission.require_accepted(asked("seed=range(0,6)"), {"array_parallelism": 7})
+        flags = [re.findall(r"--array=0-(\d+)%(\d+)", script) for script in scripts]
+        at_once = 7 // len(sizes)
+        assert flags == [[(str(size - 1), str(min(at_once, size)))] if size > 1 else [] for size in sizes]
+
+    def test_more_arrays_than_jobs_may_run_at_once(self, asked, monkeypatch):
+        monkeypatch.setattr(slurm, "_output", lambda *_: "MaxArraySize            = 4\n")
+        said = refusal_of(submission.require_accepted, asked("seed=range(0,6)"), {"array_parallelism": 1})
+        assert said == Abridged("hydra.launcher.array_parallelism=1: 6 jobs make 2 arrays, … is 4 here; try 2, or …")
 
 
 class TestSameNodes:
@@ -112,6 +129,32 @@ def test_a_job_makes_the_folders_of_its_output_as_it_may_start_before_others_do(
     assert (folder / f"{job}_0_log.out").read_text() == "no token\n" * steps
     assert (folder / f"{job}_0_log.err").read_text() == "trouble\n" * steps
     assert [path.name for path in sorted(folder.glob("?"))] == [*map(str, range(count))] * together
+
+
+@pytest.mark.parametrize(
+    ("variables", "asked_for", "requeued"),
+    [
+        ({"SLURM_JOB_ID": "7"}, True, "requeue 7\n"),
+        ({"SLURM_JOB_ID": "7"}, False, ""),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, True, "requeue 7_0\n"),
+    ],
+)
+def test_the_script_requeues_its_job_where_a_rank_in_a_container_asks_for_it(
+    asked, tmp_path, variables, asked_for, requeued
+):
+    image = ["cluster.container.image=/i.sif", "cluster.container.kind=apptainer"]
+    runs = asked("cluster.requeue=true", "checkpoint.every_steps=5", *image)
+    _, _, end = Array([runs], "toy", tmp_path / "my sweep").script({}).partition("failed=0\n")
+    (tmp_path / "my sweep").mkdir()
+    if asked_for:
+        (tmp_path / "my sweep" / f".requeue-{variables['SLURM_JOB_ID']}").touch()
+    commands = "set -e; failed=0; srun() { return 3; }; scontrol() { echo $*; }\n"
+    for said in (requeued, ""):  # once
+        done = subprocess.run(
+            ["bash", "-c", commands + end], env=variables | {"PATH": "/usr/bin:/bin"}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (3, said)
 
 
 @pytest.mark.parametrize(
