@@ -253,7 +253,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     if cluster.submit == "detach":
         return submission.report_refused(agenda.refused) or int(bool(agenda.skipped)), directory
     try:
-        if not agenda.is_open:  # otherwise each block has been followed
+        if not agenda.is_open:  # a search has already followed its batches
             store.unlock(directory)  # it may be resumed beside this process, which submits nothing more
             watch.follow(directory)
     finally:
@@ -262,11 +262,11 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
 
 
 def _missing(composed: compose.Composed, runs: Sequence[Run], line: resume.Line) -> Sequence[Run]:
-    """Return the runs of which a resumed sweep lacks a repeat, and refused ones; all of a new sweep."""
+    """Return the runs of which a resumed sweep lacks a repeat, and refused ones; all of a search or a new sweep."""
     from ptdbench.sweep.agenda import Agenda
 
     missing = set(range(len(runs)))
-    if line.goes_on:
+    if line.goes_on and not composed.searches:
         agenda = Agenda.of(composed, runs, line.goes_on, line.only, _queued(line.goes_on, line))
         missing = set(agenda.to_do(missing))
     needed = {run.alternative: run for run in reversed(runs) if run.refused or run.number in missing}
@@ -287,10 +287,13 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
 
 
 def _carry_out(composed: compose.Composed, agenda: Agenda) -> None:
-    """Execute the run or sweep that was requested."""
+    """Execute the run, search or sweep that was requested."""
     from ptdbench.sweep import execution
 
     try:
+        if composed.searches:
+            execution.search(agenda, composed)
+            return
         if composed.is_sweep:
             with composed.source.open():
                 hydra_output.write_multirun(composed.sweep(), agenda.directory)

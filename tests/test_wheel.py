@@ -84,6 +84,7 @@ def test_wheel_has_every_file(programs):
     files = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").glob("**/*.yaml")}
     assert {path.relative_to(shipped / "conf") for path in (shipped / "conf").glob("**/*.*")} == files
     assert (shipped / "py.typed").is_file()
+    assert shipped.with_name("hydra_plugins").joinpath("ptdbench_launcher.py").is_file()
     assert json.loads((shipped / "record.schema.json").read_text())["$ref"] == "#/$defs/Record"
     for kind in ("py", "html", "css", "js", "c", "h", "csv"):
         made = {path.relative_to(ROOT / "ptdbench") for path in (ROOT / "ptdbench").glob(f"**/*.{kind}")}

@@ -26,7 +26,7 @@ from ptdbench.files import strict, write_json
 from ptdbench.launch import local, settings
 from ptdbench.launch.lifetime import die_with_parent
 from ptdbench.measure.memory import host_memory
-from ptdbench.problems import ConfigError, ErrorCollector, require
+from ptdbench.problems import ConfigError, ErrorCollector, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import affects
 from ptdbench.setup import choices, commandline, compose, hydra_options, hydra_output, runs
@@ -82,7 +82,12 @@ def composed(overrides: Sequence[str], source: Source | None = None) -> Composed
     for config in result.configs:
         problems.catch(choices.virtual, config)
     problems.close()
-    require(*hydra_options.unresolved(result))
+    require(
+        *hydra_options.unresolved(result),
+        Problem(commandline.SWEEPER, result.sweeper, "a plan needs fixed layouts, not a search", "give lists of values")
+        if result.searches
+        else None,
+    )
     if not any(word.startswith("hydra.sweep.dir=") for word in overrides):
         with read_write(result.hydra), open_dict(result.hydra):
             result.hydra.sweep.dir = str(result.hydra.sweep.dir).removesuffix("_sweep") + "_plan"

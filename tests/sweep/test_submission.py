@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from hydra.core.plugins import Plugins
 
 from ptdbench import entry, search_path, terminal
 from ptdbench.launch import local, slurm
@@ -20,6 +22,7 @@ from ptdbench.setup import resume
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import execution, status, submission, watch
 from ptdbench.sweep.agenda import Agenda
+from ptdbench.sweep.execution import NoObjective
 from ptdbench.sweep.submission import Array, arrays
 from tests.refusals import Abridged, refusal_of
 
@@ -283,6 +286,58 @@ def test_the_script_searches_for_a_micro_batch_before_it_starts_the_ranks_and_sa
 
 
 class TestFollowed:
+    """Batch by batch, as results decide: those of a search, and of repeats."""
+
+    @pytest.fixture
+    def search(self, asked, monkeypatch):
+        """Carry out batches by jobs that end at once; what the sweeper is told of each run."""
+
+        def it(agenda, batches):
+            words = ["cluster=slurm", "model=toy", "hydra/sweeper=optuna", "seed=1,2"]
+            words += ["hydra/launcher=submitit_slurm", "hydra.launcher.array_parallelism=1"]
+            told = []
+
+            def instantiate(*, config, hydra_context, task_function):
+                def sweep(arguments):
+                    for batch in batches:
+                        told.append(task_function(batch, sum(len(done) for done in told)))
+
+                return SimpleNamespace(sweep=sweep)
+
+            monkeypatch.setattr(Plugins.instance(), "instantiate_sweeper", instantiate)
+            execution.search(agenda, compose_all(words, multirun=True))
+            return told
+
+        return it
+
+    def test_jobs_are_waited_for_and_their_objectives_told(self, search, tmp_path, monkeypatch):
+        """The numbers go on, and a job that fails raises when the sweeper asks for its result."""
+        submitted, told = [], []
+        monkeypatch.setattr(slurm, "submit", lambda script: submitted.append(script) or str(100 + len(submitted)))
+
+        def follow(sweep_directory, known):
+            told.append(sorted(known))
+            jobs = ledger.read(sweep_directory).jobs
+            for one in jobs:
+                directory = sweep_directory / one.directory
+                written = store.load_record(directory)
+                seed = written["config"]["seed"]
+                done = {"status": "ok", "metrics": {"samples_per_second": 8.0 * seed}} if seed < 3 else {"error": None}
+                store.write_record(directory, written | done)
+            return {one.directory for one in jobs}
+
+        monkeypatch.setattr(watch, "follow", follow)
+        words = ["cluster=slurm", "model=toy"]
+        batches = [[[*words, "seed=1"], [*words, "seed=2"]], [[*words, "seed=3"]]]
+        first, (second,) = search(Agenda(tmp_path, searches=True), batches)
+        assert [done.return_value for done in first] == [8.0, 16.0]
+        with pytest.raises(NoObjective, match=r"^2_toy_ddp_seed-3: failed, so that it has no throughput$"):
+            _ = second.return_value
+        names = ["0_toy_ddp_seed-1", "1_toy_ddp_seed-2", "2_toy_ddp_seed-3"]
+        assert [one.directory for one in ledger.read(tmp_path).jobs] == names
+        assert told == [[], names[:2]]
+        assert "#SBATCH --array=0-1%1" in submitted[0]  # as the launcher that was typed has it
+
     def test_a_block_of_repeats_waits_for_the_one_before(self, asked, tmp_path, monkeypatch):
         happened = []
 
@@ -303,12 +358,15 @@ class TestFollowed:
     def test_jobs_that_an_earlier_start_left_in_the_queue_are_waited_for_once(self, tmp_path, monkeypatch):
         told = []
         monkeypatch.setattr(watch, "follow", lambda _, known: told.append(known) or {"0_toy_ddp"})
-        composed = compose_all(["cluster=slurm", "model=toy", "repeat.runs=auto"], multirun=True)
-        agenda = Agenda.of(composed, [], tmp_path, None, frozenset({"0_toy_ddp"}))
-        execute = execution.executor(agenda, composed)
+        agenda = Agenda(tmp_path, queued=frozenset({"0_toy_ddp"}), searches=True)
+        execute = execution.executor(agenda, compose_all(["cluster=slurm", "model=toy"], multirun=True))
         for _ in range(2):
             execute([])
         assert told == [set()]
+
+    def test_what_a_sweeper_chose_and_nobody_can_compose_ends_it_with_the_reason(self, search, tmp_path):
+        with pytest.raises(ConfigError, match=r"^command line=model=toy x=1: Could not override 'x'"):
+            search(Agenda(tmp_path, searches=True), [[["model=toy", "x=1"]]])
 
 
 @pytest.mark.parametrize(
