@@ -24,7 +24,7 @@ WHEELS ?=
 .DEFAULT_GOAL := help
 # A .venv that could not be made, as without Debian's python3-venv, is made again.
 .DELETE_ON_ERROR:
-.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead launch-time model-speed train-for-real plan-truth memory-truth ranks-truth parity-matrix virtual-truth time-truth any-program attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead launch-time model-speed train-for-real plan-truth memory-truth ranks-truth parity-matrix virtual-truth time-truth any-program zoo attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -49,7 +49,7 @@ lint: install-test
 test-quick: install-test  ## the tests that start no ranks and no SLURM, in a minute
 	$(BIN)/python -m pytest -m "not ranks and not slurm and not mpi and not slow and not thorough" $(ARGS)
 
-newcomer: install-test  ## the wheel in an empty environment, every command of the pages, a terminal: an hour or so
+newcomer: install-test  ## the wheel in an empty environment, every command of the pages: an hour or so
 	$(BIN)/python -m pytest -m slow tests/newcomer $(ARGS)
 
 docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html; broken links fail
@@ -91,6 +91,9 @@ time-truth: install  ## predicted steps beside measured ones: docs/ledger.md; AR
 	$(BENCHMARK)
 
 any-program: install  ## do programs of other libraries run on virtual GPUs: docs/any-program.md; ARGS="--sources FOLDER"
+	$(BENCHMARK)
+
+zoo: install-test  ## do 60 public architectures train alike under every layout: docs/zoo.md; ARGS=--all, --resume
 	$(BENCHMARK)
 
 attack: install  ## SIGKILL random processes of real runs 250 times: is anything lost; ARGS="--slurm 0" without SLURM

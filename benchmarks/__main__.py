@@ -27,7 +27,7 @@ TARGETS: dict[str, tuple[int, dict[str, str]]] = {
         target: (1, {"": target.replace("-", "_")})
         for target in (
             "launch-time", "model-speed", "train-for-real", "plan-truth", "memory-truth", "ranks-truth", "time-truth",
-            "attack", "any-program",
+            "attack", "any-program", "zoo",
         )
     },
 }  # fmt: skip

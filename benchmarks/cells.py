@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import yaml
 
@@ -19,6 +20,8 @@ SINGLE = (1, "parallel=single")
 
 #: Of layouts with a pipeline; a pipeline's option is left out without one.
 PIPELINES = ("parallel=pdp", "parallel=3d", "pipeline")
+
+M = TypeVar("M", bound="Matrix")
 
 #: The cells of a row by their columns.
 Cells = Mapping[str, Config]
@@ -41,7 +44,7 @@ class Matrix:
     all_ranks: Sequence[str] | None = None
 
     @classmethod
-    def load(cls, name: str) -> Matrix:
+    def load(cls: type[M], name: str) -> M:
         """Read one."""
         return cls(**yaml.safe_load((tables.FOLDER / "matrices.yaml").read_text())[name])
 
@@ -93,8 +96,6 @@ class Matrix:
             description: What ``--help`` says.
             carry_out: Gets a row and its cells that are not refused, and tells of each column what came of it.
         """
-        import torch
-
         rows, columns = (*self.rows,), (*self.columns,)
         given = options(
             description,
@@ -102,23 +103,33 @@ class Matrix:
             columns=(columns, "some of them", columns),
             resume=(False, "keep the cells that have been run, and were not wrong"),
         )
-        result, page = ROOT / self.result, ROOT / self.page
-        stored = json.loads(result.read_text()) if result.exists() else {}
-        is_same = stored.get("torch") == torch.__version__
-        known = stored["cells"] if is_same else {}
-        is_kept = is_same or (*given.rows, *given.columns) == (*rows, *columns)
-        failed = False
+        known, failed = self.stored(), False
+        is_kept = bool(known) or (*given.rows, *given.columns) == (*rows, *columns)
         for row in given.rows:
             done = [name for name, said in known.get(row, {}).items() if given.resume and not said.startswith("wrong")]
             todo = [name for name in given.columns if name not in done]
             for column, said in self._row(row, todo, carry_out):
-                print(f"  {row:<24} {column:<20} {said}", flush=True)
                 failed |= said.startswith("wrong")
-                known.setdefault(row, {})[column] = said
-                if is_kept:
-                    result.write_text(json.dumps({"torch": torch.__version__, "cells": known}, indent=1) + "\n")
-                    page.write_text(self.shown(page.read_text()))
+                self.tell(row, column, said, is_kept=is_kept)
         return int(failed)
+
+    def stored(self) -> dict[str, dict[str, str]]:
+        """Return what cells of this torch have been found to be, by row and column."""
+        import torch
+
+        stored = json.loads((ROOT / self.result).read_text()) if (ROOT / self.result).exists() else {}
+        return stored["cells"] if stored.get("torch") == torch.__version__ else {}
+
+    def tell(self, row: str, column: str, said: str, *, is_kept: bool = True) -> None:
+        """Print what is said of a cell; if it ``is_kept``, store it and show it on the page."""
+        import torch
+
+        print(f"  {row:<24} {column:<20} {said}", flush=True)
+        if is_kept:
+            cells, page = self.stored(), ROOT / self.page
+            cells.setdefault(row, {})[column] = said
+            (ROOT / self.result).write_text(json.dumps({"torch": torch.__version__, "cells": cells}, indent=1) + "\n")
+            page.write_text(self.shown(page.read_text()))
 
     def _row(
         self, row: str, columns: Sequence[str], carry_out: Callable[[str, Cells], Iterable[tuple[str, str]]]
@@ -136,6 +147,11 @@ def refusal(config: Config) -> str | None:
     try:
         run_spec.specify(config, None)
     except ConfigError as error:
-        problem = error.problems[0]
-        return f"refused: {problem.option}={str(problem.value).lower()}: {problem.rule}"
+        return refused(error)
     return None
+
+
+def refused(error: ConfigError) -> str:
+    """Say that a cell is refused, and why."""
+    problem = error.problems[0]
+    return f"refused: {problem.option}={str(problem.value).lower()}: {problem.rule}"

@@ -86,15 +86,16 @@ def _carry_out(job: Job, cells: Mapping[str, Config], path: Path) -> None:
     """In a rank: a line for each cell. All in one process group: torch keeps plans for DTensors by names of groups."""
     torch.set_num_threads(1)
     for name, config in cells.items():
-        numbers = _steps(job_of(config, job))
+        numbers = steps(job_of(config, job))
         if job.world.is_first:
             with path.open("a") as file:
                 file.write(json.dumps([name, numbers]) + "\n")
 
 
-def _steps(job: Job) -> Numbers:
+def steps(job: Job) -> Numbers:
+    """In a rank: return the losses of the run's steps, and their norms of gradients if it clips them."""
     loop = assemble(job)
-    for _ in range(STEPS):
+    for _ in range(job.spec.config.train.steps):
         loop.step()
     loop.feed.close()
     losses = torch.stack(loop.losses).flatten().double() * loop.engine.owns_loss
@@ -102,14 +103,26 @@ def _steps(job: Job) -> Numbers:
     return [*(losses / job.training.layout.replicas).tolist(), *map(float, loop.update.gradient_norms)]
 
 
-def verdict(numbers: Numbers | str, reference: Numbers | str, most: float, with_norms: bool = False) -> str:
-    """Say ``ok`` with the largest relative difference of a loss from one rank, and of a norm, or what is wrong."""
+def verdict(
+    numbers: Numbers | str, reference: Numbers | str, most: float, with_norms: bool = False, count: int = STEPS,
+    least: float = 1e-2,
+) -> str:  # fmt: skip
+    """Say ``ok`` with the largest relative difference of a loss from one rank, and of a norm, or what is wrong.
+
+    Args:
+        numbers: Losses, and norms of gradients, or an error.
+        reference: Those of one rank.
+        most: How much they may differ, relatively.
+        with_norms: Whether norms are compared too.
+        count: Number of losses.
+        least: How much the losses of one rank must change, relatively.
+    """
     if isinstance(numbers, str) or isinstance(reference, str):
         return f"wrong: {numbers if isinstance(numbers, str) else reference}"
-    if abs(reference[:STEPS][-1] / reference[0] - 1) < 1e-2:
+    if max(abs(loss / reference[0] - 1) for loss in reference[:count]) < least:
         return "wrong: the reference does not learn, and equal losses prove nothing"
     off = [abs(number / expected - 1) for number, expected in zip(numbers, reference, strict=True)]
-    compared = [off[:STEPS], off[STEPS:]] if with_norms else [off[:STEPS]]
+    compared = [off[:count], off[count:]] if with_norms else [off[:count]]
     shown, largest = " ".join(f"{max(part):.0e}" for part in compared), max(map(max, compared))
     if largest > most:
         return f"wrong: off by {shown}"

@@ -95,7 +95,7 @@ def pages() -> dict[Path, str]:
     texts = {README: README.read_text()}
     for name, table in of_readme().items():
         texts[README] = inserted(texts[README], name, table)
-    for matrix in map(Matrix.load, ("layouts", "experts", "virtual")):
+    for matrix in map(Matrix.load, ("layouts", "experts", "virtual", "zoo")):
         texts[ROOT / matrix.page] = matrix.shown((ROOT / matrix.page).read_text())
     return texts
 

@@ -100,7 +100,6 @@ def execute(arguments: argparse.Namespace) -> Ended:
 
 def _follow(world: World) -> Path | None:
     """Execute the runs that rank 0 names; return the directory of the run or sweep."""
-    local.check_address_space()
     directory = followers.follow(world)
     return directory and (ledger.sweep_of(directory) or directory)
 
@@ -173,7 +172,6 @@ def plan(arguments: argparse.Namespace) -> int:
         rule = f"starts its own ranks, and {world.launcher} has started this process"
         raise ConfigError([Problem("plan", " ".join(overrides), rule, f"run it without {world.launcher}")])
     local.check_sockets()
-    local.check_address_space()
     composed = plans.composed(overrides, compose.source(arguments))
     made = plans.make(composed, overrides, arguments.again, _prepare_to_plan, _run)
     if arguments.json:
@@ -207,7 +205,6 @@ def _run(directory: Path) -> None:
 def _here(composed: compose.Composed, world: World | None, line: resume.Line) -> Ended:
     """Execute the runs on this machine, or as rank 0 of those that a launcher started."""
     if world:
-        local.check_address_space()
         settings.enable_expandable_segments(os.environ)  # the checks may use this rank's GPU
     else:
         prepare_ranks(composed.configs)
@@ -255,7 +252,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     if cluster.submit == "detach":
         return submission.report_refused(agenda.refused) or int(bool(agenda.skipped)), directory
     try:
-        if not agenda.is_open:  # otherwise each block has been followed
+        if not agenda.is_open:  # a search has already followed its batches
             store.unlock(directory)  # it may be resumed beside this process, which submits nothing more
             watch.follow(directory)
     finally:
@@ -264,11 +261,11 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
 
 
 def _missing(composed: compose.Composed, runs: Sequence[Run], line: resume.Line) -> Sequence[Run]:
-    """Return the runs of which a resumed sweep lacks a repeat, and refused ones; all of a new sweep."""
+    """Return the runs of which a resumed sweep lacks a repeat, and refused ones; all of a search or a new sweep."""
     from ptdbench.sweep.agenda import Agenda
 
     missing = set(range(len(runs)))
-    if line.goes_on:
+    if line.goes_on and not composed.searches:
         agenda = Agenda.of(composed, runs, line.goes_on, line.only, _queued(line.goes_on, line))
         missing = set(agenda.to_do(missing))
     needed = {run.alternative: run for run in reversed(runs) if run.refused or run.number in missing}
@@ -292,6 +289,9 @@ def _carry_out(composed: compose.Composed, agenda: Agenda) -> None:
     from ptdbench.sweep import execution
 
     try:
+        if composed.searches:
+            execution.search(agenda, composed)
+            return
         if composed.is_sweep:
             with composed.source.open():
                 hydra_output.write_multirun(composed.sweep(), agenda.directory)
@@ -327,7 +327,6 @@ def prepare_ranks(configs: Sequence[Config]) -> None:
     """
     from ptdbench.setup import choices
 
-    local.check_address_space()
     groups = [node for read in configs for node in read.resolved.values() if isinstance(node, dict)]
     targets = {str(group.get("_target_")) for group in groups}
     chosen = {target.rpartition(".")[0] for target in targets if target.startswith("ptdbench.")}

@@ -245,12 +245,6 @@ def chromium() -> str:
     return str(shutil.which("chromium"))
 
 
-@pytest.fixture(scope="session")
-def tmux() -> str:
-    _need("tmux", "tmux")
-    return str(shutil.which("tmux"))
-
-
 #: The mark of a test that uses a fixture.
 _MARKS = {"slurm": "slurm", "slurm_of_module": "slurm", "mpirun": "mpi", "run": "ranks", "shared_run": "ranks"}
 

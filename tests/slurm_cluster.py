@@ -39,7 +39,6 @@ PACKAGES = {
     "munge": ("munged", "munge", "mungekey"),
     "libslurm-dev": ("/usr/include/slurm/spank.h",),
     "openmpi-bin": ("mpirun",),
-    "tmux": ("tmux",),
     "chromium": ("chromium",),
 }
 

@@ -40,11 +40,12 @@ def ask(env: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True).stdout
 
 
-def test_requeued_job_resumes(tmp_path, slurm):
+def test_signal_before_the_time_limit_requeues_and_resumes(tmp_path, slurm):
     job, directory = submitted(tmp_path, slurm, "cluster.requeue=true", "cluster.ranks_per_node=2")
-    ask(slurm, "scontrol", "requeue", job)  # as SLURM does that preempts it
-    waiting = until(lambda: (found := record_of(directory))["status"] == "preempted" and found)
+    ask(slurm, "scancel", "--signal=USR2", job)
     until(lambda: ask(slurm, "squeue", "--noheader", "--format=%T", f"--jobs={job}").strip() == "PENDING")
+    waiting = record_of(directory)
+    assert "saved and requeued (1 of 10)" in waiting["error"]["message"]
     done = len(waiting["losses"])
     assert 100 <= done < 1000
     hurry(tmp_path)
@@ -57,6 +58,15 @@ def test_requeued_job_resumes(tmp_path, slurm):
     status = call(sys.executable, "-m", "ptdbench", "status", "sweep", cwd=tmp_path, environ=slurm)
     assert status.returncode == 0, status.stdout
     assert " ok " in status.stdout
+
+
+@pytest.mark.thorough
+def test_last_requeue_stays_saved(tmp_path, slurm):
+    job, directory = submitted(tmp_path, slurm, *ALONE, "cluster.requeue=true", "cluster.max_requeues=0")
+    ask(slurm, "scancel", "--signal=USR2", job)
+    stopped = until(lambda: (found := record_of(directory))["status"] == "timeout" and found)
+    until(lambda: "not requeued: cluster.max_requeues=0 is reached" in record_of(directory)["error"]["message"])
+    assert (directory / "checkpoints" / f"step-{len(stopped['losses']):08}" / "manifest.json").exists()
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 
+from benchmarks.zoo import ZOO
 from tests.conftest import Record, run_on_shared_ranks
 from tests.daily import cases
 
@@ -61,7 +62,7 @@ DAILY = [
     ("toy", 2, "parallel=pdp parallel.schedule=gpipe parallel.microbatches=4"),
     ("resnet", 3, "parallel=ddp parallel.sync_batchnorm=true"),
     ("clipped", 8, "parallel=3d parallel.microbatches=4"),
-    ("clipped", 4, "parallel=fsdp parallel.context=2"),
+    ("clipped", 4, "parallel=cp"),
     ("muon", 2, "parallel=ddp parallel.optimizer=zero1 train.micro_batch=2"),
     ("muon", 4, "parallel=fsdp parallel.tensor=2 parallel.sequence=true"),  # matrices are cut in both dimensions
     ("gpt", 2, "parallel=pdp precision=bf16"),
@@ -86,6 +87,7 @@ THOROUGH = [
     ("toy", 2, "parallel=pdp parallel.microbatches=4"),
     ("resnet", 2, "parallel=fsdp parallel.sync_batchnorm=true"),
     ("clipped", 4, "parallel=fsdp parallel.pipeline=2 parallel.microbatches=4 train.micro_batch=1"),
+    ("clipped", 4, "parallel=fsdp parallel.context=2"),
     ("clipped", 4, "parallel=tp parallel.sequence=true train.micro_batch=4"),
     ("clipped", 8, "parallel=hsdp parallel.pipeline=2 parallel.microbatches=3"),
     *(("muon", 4, f"parallel={preset}") for preset in ("ddp", "fsdp", "hsdp", "pdp")),
@@ -110,6 +112,9 @@ THOROUGH = [
         (4, "parallel=fsdp parallel.pipeline=2 parallel.microbatches=4"))),
     *(("OnlyParts", 2, f"parallel={preset} train.micro_batch=2") for preset in ("fsdp", "pdp")),
 ]  # fmt: skip
+#: Of the table of docs/zoo.md, without what only timm has.
+FEW = ["Llama", "Whisper", "CLIP", "Swin"]
+SOME = ["GPT2", "Falcon", "Mixtral", "Mamba", "DeBERTa-v2", "BART", "DenseNet", "MobileNet-v2"]
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +165,16 @@ def test_equal_seeds_give_equal_runs(shared_run):
     one, two, other = (shared_run(*options, f"seed={seed}")["losses"] for seed in (1, 1, 2))
     assert one == two
     assert one != other
+
+
+@cases("model", [*FEW, *SOME], daily=FEW)
+def test_public_architectures_follow_the_single_process(shared_run, model):
+    whole, *others = (shared_run(*ZOO.words(model, column)) for column in ("single", "fsdp", "pdp"))
+    assert min(whole["gradient_norms"]) > 1e-2
+    for record in others:
+        assert record["status"] == "ok", record["error"]
+        assert record["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+        assert record["gradient_norms"] == pytest.approx(whole["gradient_norms"], rel=1e-5)
 
 
 @cases("preset", ["ddp", "fsdp", "pdp"], daily=["fsdp"])

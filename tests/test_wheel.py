@@ -5,8 +5,6 @@ Only what it depends on is borrowed from the tests' environment: PyTorch alone t
 
 import json
 import re
-import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -86,6 +84,7 @@ def test_wheel_has_every_file(programs):
     files = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").glob("**/*.yaml")}
     assert {path.relative_to(shipped / "conf") for path in (shipped / "conf").glob("**/*.*")} == files
     assert (shipped / "py.typed").is_file()
+    assert shipped.with_name("hydra_plugins").joinpath("ptdbench_launcher.py").is_file()
     assert json.loads((shipped / "record.schema.json").read_text())["$ref"] == "#/$defs/Record"
     for kind in ("py", "html", "css", "js", "c", "h", "csv"):
         made = {path.relative_to(ROOT / "ptdbench") for path in (ROOT / "ptdbench").glob(f"**/*.{kind}")}
@@ -122,26 +121,3 @@ def test_sweep_over_a_users_model_runs(shell, home):
     assert found == [("mine", "ok", 2), ("mine", "ok", 3)]
     environment = records(home)[0]["environment"]
     assert (environment["ptdbench"], environment["git_commit"]) == (VERSION, None)  # no checkout's
-
-
-@pytest.mark.thorough
-def test_wheel_runs_on_slurm(programs, slurm, home):
-    """As a job that it submits, and by a plain script."""
-    shell = {**active(programs, slurm), "XDG_CACHE_HOME": str(home)}  # no figures of this machine are on record
-    done = call("ptdbench", "train", *MINE, "cluster=slurm", "cluster.nodes=2", "train.steps=2", cwd=home, env=shell)
-    assert done.returncode == 0, done.stderr
-    (record,) = records(home)
-    assert (record["status"], record["launcher"], record["nodes"]) == ("ok", "srun", ["n1", "n2"])
-    assert "try ptdbench train --config-dir choices workload=matmul" in record["metrics"]["ceiling_reason"]
-    assert f"status     ptdbench status {Path(record['directory']).parent}" in done.stdout.splitlines()
-
-    shutil.rmtree(home / "outputs")
-    written = call("ptdbench", "sbatch", *MINE, "workload=hello", cwd=home, env=shell)
-    assert written.returncode == 0, written.stderr
-    program = ["-m", "ptdbench", "train", "--config-dir", str(home / "choices"), "model=mine"]
-    assert shlex.split(written.stdout.splitlines()[-1])[3:9] == program
-    (home / "job.sh").write_text(written.stdout)
-    done = call("sbatch", "--wait", "job.sh", cwd=home, env=shell)
-    assert done.returncode == 0, "".join(path.read_text() for path in home.glob("ptdbench-*.log"))
-    (record,) = records(home)
-    assert (record["status"], record["config"]["model"]["_target_"]) == ("ok", "mine.Model")

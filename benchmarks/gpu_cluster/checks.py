@@ -15,7 +15,6 @@ from typing import Any
 
 from benchmarks.gpu_check.session import CHECKED_STEPS, Session
 from benchmarks.script import ROOT, TORCHRUN, TRAIN
-from ptdbench.parallel.conflicts import SETTERS, is_settable
 from ptdbench.parallel.pipeline_schedules import SCHEDULES
 from ptdbench.records.run_record import typed
 from ptdbench.report.remarks import reason
@@ -91,10 +90,6 @@ LAYOUTS = (
     *(Layout(f"parallel=pdp parallel.pipeline=2 parallel.schedule={name}") for name in SCHEDULES_TO_TRY),
     Layout("parallel=ddp parallel.optimizer=zero1"),
 )
-
-#: Those that change FSDP's messages, with a torch that has them.
-if all(map(is_settable, SETTERS)):
-    LAYOUTS += (Layout("parallel=fsdp parallel.separate_reduce_scatter=true parallel.reduce_scatter_buffers=2"),)
 
 
 def layouts(session: Session, launcher: Launcher, every: Sequence[Layout], model: str, batch: int) -> None:

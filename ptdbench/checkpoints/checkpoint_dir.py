@@ -136,7 +136,6 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 FOLDER = "checkpoints"
-BEST = "best"
 
 _PARTIAL, _DELETED = ".partial", ".deleted"
 
@@ -226,8 +225,8 @@ def publish(partial: Path) -> Path:
     return final
 
 
-def prune(run_directory: Path, keep: int, best: int | None = None, broken: Container[Path] = ()) -> None:
-    """Delete all complete checkpoints except the newest ``keep`` and the one of step ``best``; may raise OSError.
+def prune(run_directory: Path, keep: int, broken: Container[Path] = ()) -> None:
+    """Delete all complete checkpoints except the newest ``keep``; may raise OSError.
 
     ``broken`` checkpoints, and those with files of the wrong size, are neither counted nor deleted. Checkpoints with
     foreign files, or tensors not in the manifest, are not deleted.
@@ -236,32 +235,16 @@ def prune(run_directory: Path, keep: int, best: int | None = None, broken: Conta
     for path, manifest in [(path, manifest) for path, manifest in candidates if manifest][keep:]:
         tensors = {file.name for file in path.glob("*.distcp")}
         is_alone = tensors <= manifest.files.keys() and not first_foreign_entry(path, _is_ours)
-        if is_alone and path.name != _name(best):
+        if is_alone:
             remove(_set_aside(path), _is_ours)
 
 
-def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
-    """Replace facts of the checkpoint after ``step`` steps; return if it exists. Raises BrokenCheckpoint, OSError."""
+def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> None:
+    """Replace facts of the checkpoint after ``step`` steps, if it exists. Raises BrokenCheckpoint, OSError."""
     path = run_directory / FOLDER / _name(step)
-    if not path.exists():
-        return False
-    manifest = read_manifest(path)
-    write_manifest(path, replace(manifest, facts={**manifest.facts, **facts}))
-    return True
-
-
-def mark_best(run_directory: Path, step: int | None) -> None:
-    """Point the link ``checkpoints/best`` to a checkpoint, if it exists; raise OSError if the name is taken."""
-    folder = run_directory / FOLDER
-    if step is None or not (folder / _name(step)).exists():
-        return
-    best, fresh = folder / BEST, folder / f"{BEST}.new"
-    for path in (best, fresh):
-        if os.path.lexists(path) and not (path.is_symlink() and _STEP.fullmatch(os.readlink(path))):
-            raise foreign_path_error(path)
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(_name(step))
-    fresh.replace(best)
+    if path.exists():
+        manifest = read_manifest(path)
+        write_manifest(path, replace(manifest, facts={**manifest.facts, **facts}))
 
 
 def remove_partial(run_directory: Path) -> None:
@@ -280,8 +263,8 @@ def remove_partial(run_directory: Path) -> None:
             remove(path, _is_ours)
 
 
-def _name(step: int | None) -> str:
-    return "" if step is None else f"step-{step:08d}"
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _is_ours(name: str) -> bool:

@@ -216,7 +216,6 @@ class Saver:
         self.saved: list[int] = []  #: Steps whose checkpoint is on disk, in the order of saving.
         self.problems: list[str] = []  #: One line for each failed save.
         self.stall_seconds: list[float] = []  #: How long each :meth:`save` blocked its caller.
-        self.best: int | None = None  #: On rank 0, the step of the best checkpoint, which is marked and kept too.
         self.broken: set[Path] = set()  #: Directories of broken checkpoints, which do not count until written again.
         self._run_directory = run_directory
         self._keep = keep
@@ -257,13 +256,14 @@ class Saver:
         if self._staging:
             self._staging.settle()
 
-    def amend(self, step: int, facts: Facts, is_best: bool) -> None:
+    def amend(self, step: int, facts: Facts) -> None:
         """Add facts about saved weights, in JSON types, to their checkpoint; called in all ranks, between two steps.
 
         Rank 0's facts replace earlier ones. ``step``: of the last save, which may be in progress; if it failed, nothing
         happens.
         """
-        self._begin(lambda: self._amend(step, facts, is_best))
+        amend = partial(checkpoint_dir.amend, self._run_directory, step, facts)
+        self._begin(lambda: self._try_on_rank_0(step, "cannot add its evaluation", amend))
 
     def wait(self) -> None:
         """Wait until the last save has succeeded or failed."""
@@ -305,23 +305,8 @@ class Saver:
             self.problems.append(f"step {step}: not saved: {error}")
         else:
             self.saved.append(step)
-            self._mark_and_prune(step)
-
-    def _amend(self, step: int, facts: Facts, is_best: bool) -> None:
-        def amend() -> None:
-            if checkpoint_dir.amend(self._run_directory, step, facts) and is_best:
-                self.best = step
-
-        self._try_on_rank_0(step, "cannot add its evaluation", amend)
-        if is_best:
-            self._mark_and_prune(step)
-
-    def _mark_and_prune(self, step: int) -> None:
-        run = self._run_directory
-        mark = partial(checkpoint_dir.mark_best, run, self.best)
-        self._try_on_rank_0(step, "cannot mark the best checkpoint", mark)
-        prune = partial(checkpoint_dir.prune, run, self._keep, self.best, self.broken)
-        self._try_on_rank_0(step, "cannot delete older checkpoints", prune)
+            prune = partial(checkpoint_dir.prune, self._run_directory, self._keep, self.broken)
+            self._try_on_rank_0(step, "cannot delete older checkpoints", prune)
 
     def _try_on_rank_0(self, step: int, fault: str, task: Callable[[], object]) -> None:
         try:

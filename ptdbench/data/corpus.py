@@ -21,7 +21,7 @@ import numpy as np
 
 from ptdbench.data.tokens import TokenChunk
 from ptdbench.problems import ConfigError, Problem, try_these
-from ptdbench.terminal import echo, redraws
+from ptdbench.terminal import echo
 
 SEPARATOR = b"\0"  # ends every document that is read as bytes; not part of text
 
@@ -60,7 +60,6 @@ class TextBlock(NamedTuple):
     """A block of a document, up to the end of a line if possible."""
 
     text: bytes
-    size: int  # bytes on disk; they sum to the size of the document
     is_last: bool  # whether it is the last block of its document
 
 
@@ -131,11 +130,8 @@ def blocks(documents: Iterable[Document]) -> Iterator[TextBlock]:
         Malformed: A line of a ``.jsonl`` file is not an object with a text.
     """
     for document in documents:
-        left = document.size
         for text, following in pairwise(chain(document.read(), [b""])):  # blocks are never empty: b"" marks the end
-            size = len(text) if following else left
-            left -= size
-            yield TextBlock(text, size, is_last=not following)
+            yield TextBlock(text, is_last=not following)
 
 
 def byte_tokens(documents: Iterable[Document]) -> Iterator[TokenChunk]:
@@ -221,7 +217,7 @@ def _walk(
 
 # Bytes to encode at once: enough blocks for some dozens of cores, and a few hundred MB of memory.
 _BATCH_BYTES = 1 << 23
-# Report progress only from this size on, which takes a second or two.
+# Say so only from this size on, which takes a second or two.
 _PROGRESS_BYTES = 4_000_000
 #: Names of the token that ends a document.
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
@@ -252,7 +248,7 @@ class Tokenizer:
         self.end = next((end for end in ends if end is not None), None)
 
     def pieces(self, documents: Part, name: str) -> Iterator[TokenChunk]:
-        """Yield the tokens of all documents in order; report progress on standard error if it takes long.
+        """Yield the tokens of all documents in order; say so on standard error if it takes long.
 
         Documents are split into blocks, usually at the end of a line, which are tokenized separately. Invalid UTF-8
         becomes the replacement character.
@@ -260,10 +256,9 @@ class Tokenizer:
         Raises:
             OSError, Malformed: As for :func:`ptdbench.data.corpus.blocks`.
         """
-        with _progress(name, sum(document.size for document in documents)) as done:
+        with _said(name, sum(document.size for document in documents)):
             for batch in _batches(blocks(documents)):
                 yield TokenChunk(self._tokens(batch), sum(len(block.text) for block in batch))
-                done(sum(block.size for block in batch))
 
     def _tokens(self, batch: list[TextBlock]) -> np.ndarray[Any, Any]:
         texts = [block.text.decode(errors="replace") for block in batch]
@@ -303,25 +298,13 @@ def _batches(every: Iterable[TextBlock]) -> Iterator[list[TextBlock]]:
 
 
 @contextmanager
-def _progress(name: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Report the progress of tokenizing ``total`` bytes, if they are many; yield a function to call with bytes done.
-
-    A terminal shows a bar; elsewhere a line is printed at the start and at the end.
-    """
+def _said(name: str, total: int) -> Iterator[None]:
+    """Print a line at the start and at the end of tokenizing ``total`` bytes, if they are many."""
     if total < _PROGRESS_BYTES:
-        yield lambda _: None
-    elif redraws(sys.stderr):
-        from rich import progress as rich
-        from rich.console import Console
-
-        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn())
-        rates = (rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
-        with rich.Progress(*columns, *rates, console=Console(stderr=True)) as bar:
-            task = bar.add_task(f"tokenizing {name}", total=total)
-            yield lambda done: bar.advance(task, done)
-    else:
-        echo(f"tokenizing {name} ({total / 1e6:,.0f} MB)", sys.stderr)
-        start = perf_counter()
-        yield lambda _: None
-        seconds = perf_counter() - start
-        echo(f"tokenized {name} in {seconds:,.0f} s ({total / 1e6 / seconds:,.1f} MB/s)", sys.stderr)
+        yield
+        return
+    echo(f"tokenizing {name} ({total / 1e6:,.0f} MB)", sys.stderr)
+    start = perf_counter()
+    yield
+    seconds = perf_counter() - start
+    echo(f"tokenized {name} in {seconds:,.0f} s ({total / 1e6 / seconds:,.1f} MB/s)", sys.stderr)

@@ -1,8 +1,7 @@
 """Batch normalization over the micro-batches of all ranks, on any device.
 
-torch's SyncBatchNorm refuses CPU tensors, and on a GPU each layer synchronizes with the host three times, to check for
-ranks without samples. Here all ranks have equally many samples. On a CPU the same is computed with differentiable
-all-reduces, so that a ResNet under ddp or fsdp can be compared with a single process on any device.
+torch's SyncBatchNorm refuses CPU tensors. There the same is computed with differentiable all-reduces, so that a ResNet
+under ddp or fsdp can be compared with a single process on any device.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -34,7 +32,7 @@ class _Total(torch.autograd.Function):
 class HostSyncBatchNorm(_BatchNorm):
     """Batch normalization over the samples of all ranks, equally many on each as ``BatchPlan`` ensures."""
 
-    group: dist.ProcessGroup
+    process_group: dist.ProcessGroup
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -46,77 +44,26 @@ class HostSyncBatchNorm(_BatchNorm):
             return super().forward(input)
         dtype, input = input.dtype, input.to(torch.promote_types(input.dtype, torch.float32))
         across = [dim for dim in range(input.dim()) if dim != 1]
-        count = input.numel() // input.size(1) * dist.get_world_size(self.group)
+        count = input.numel() // input.size(1) * dist.get_world_size(self.process_group)
         # Two passes: a variance as E[x²] - E[x]² cancels catastrophically where the mean is large.
-        mean = _Total.apply(input.sum(across), self.group) / count
+        mean = _Total.apply(input.sum(across), self.process_group) / count
         shape = [1, -1] + [1] * (input.dim() - 2)
         centered = input - mean.view(shape)
-        variance = _Total.apply(centered.square().sum(across), self.group) / count
-        if self.running_mean is not None and self.running_var is not None:
-            share = self._counted()
+        variance = _Total.apply(centered.square().sum(across), self.process_group) / count
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            # Without momentum, the running statistics average all batches.
+            share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean.detach(), share)
             self.running_var.lerp_(variance.detach() * count / (count - 1), share)
         normal = centered * torch.rsqrt(variance + self.eps).view(shape)
         return (normal * self.weight.view(shape) + self.bias.view(shape) if self.affine else normal).to(dtype)
 
-    def _counted(self) -> float:
-        """Count a batch and return its weight in the running statistics; without momentum they average all batches."""
-        if self.num_batches_tracked is None:
-            return 0.0
-        self.num_batches_tracked.add_(1)
-        return 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-
-
-#: Renamed in torch 2.14.
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-
-class _OnDevice(SyncBatchNorm):
-    """torch's function, with a forward pass that does not wait for the GPU."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        eps: float,
-        momentum: float,
-        group: dist.ProcessGroup,
-        ranks: int,
-    ) -> Tensor:
-        if not any(input.is_contiguous(memory_format=last) for last in (torch.channels_last, torch.channels_last_3d)):
-            input = input.contiguous()
-        statistics = torch.cat(torch.batch_norm_stats(input, eps))
-        gathered = statistics.new_empty(ranks * statistics.numel())
-        _gather(gathered, statistics, group)
-        means, inverses = gathered.view(ranks, 2, -1).unbind(1)
-        counts = statistics.new_full((ranks,), input.numel() // input.size(1))
-        mean, inverse = torch.batch_norm_gather_stats_with_counts(
-            input, means, inverses, running_mean, running_var, momentum, eps, counts
-        )
-        ctx.save_for_backward(input, weight, mean, inverse, counts.to(torch.int32))
-        ctx.process_group = group
-        return torch.batch_norm_elemt(input, weight, bias, mean, inverse, eps)
-
-
-class DeviceSyncBatchNorm(HostSyncBatchNorm):
-    """The same on a GPU, by the kernels of torch's own SyncBatchNorm."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize ``(N, C, ...)``, keeping its dtype; statistics are fp32. In eval mode the same as BatchNorm."""
-        ranks = dist.get_world_size(self.group)
-        if not self.training or ranks == 1:
-            return _BatchNorm.forward(self, input)
-        running = self.running_mean, self.running_var
-        return _OnDevice.apply(input, self.weight, self.bias, *running, self.eps, self._counted(), self.group, ranks)
-
 
 def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; names stay as they are."""
+    """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; layers stay the same objects."""
+    kind = nn.SyncBatchNorm if device.type == "cuda" else HostSyncBatchNorm
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            module.__class__ = DeviceSyncBatchNorm if device.type == "cuda" else HostSyncBatchNorm
-            cast(HostSyncBatchNorm, module).group = group
+            module.__class__ = kind
+            cast(HostSyncBatchNorm, module).process_group = group

@@ -29,13 +29,11 @@ def enable(module: nn.Module, kernels: Kernels, synchronized: dist.ProcessGroup 
 
     Call it before any transform. ``synchronized``: the group; ``None``: each rank normalizes its own samples.
     """
+    if synchronized:
+        synchronize_batchnorm(module, synchronized, device)
     if kernels == "torch":
-        if synchronized:
-            nn.SyncBatchNorm.convert_sync_batchnorm(module, synchronized)
         return
     for part in module.modules():
         if type(part) is Head:
             part.__class__ = FusedHead
             part.cross_entropy = LinearCrossEntropy()
-    if synchronized:
-        synchronize_batchnorm(module, synchronized, device)

@@ -65,13 +65,17 @@ class LinearCrossEntropy(nn.Module):
 def chunk_rows(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the rows per chunk, so that chunks of ``rows`` tokens are of nearly equal size."""
     if device.type == "cuda":
-        gib = torch.cuda.get_device_properties(device).total_memory >> 30  # GPUs of one model differ by some MiB
-        logits = int(LOGITS_GPU * (gib << 30)) // dtype.itemsize
+        most = most_rows(vocabulary, dtype, torch.cuda.get_device_properties(device).total_memory)
     else:
-        logits = LOGITS_CPU
-    most = max(logits // vocabulary, LEAST_ROWS)
+        most = max(LOGITS_CPU // vocabulary, LEAST_ROWS)
     chunks = -(-rows // most)
     return -(-rows // chunks)
+
+
+def most_rows(vocabulary: int, dtype: torch.dtype, memory: int) -> int:
+    """Return the most rows of a chunk on a GPU of ``memory`` bytes."""
+    logits = int(LOGITS_GPU * (memory >> 30 << 30)) // dtype.itemsize  # GPUs of one model differ by some MiB
+    return max(logits // vocabulary, LEAST_ROWS)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import importlib.util
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -24,7 +22,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -63,10 +60,6 @@ _MOMENT = 0.5
 
 #: Number of Ctrl-C presses after which the ranks are not waited for any longer.
 _INSISTS = 3
-
-#: Required address space in bytes: with 2.9 GiB, torch 2.14 for CUDA cannot be imported; with 3.4 GiB, ranks cannot
-#: start.
-_ADDRESS_SPACE = 4 << 30
 
 #: The fork server's additional imports, and the dynamic linker's variables that it was started with.
 _modules: dict[str, None] = {}
@@ -112,20 +105,6 @@ def check_sockets() -> None:
         raise ConfigError(
             [Problem("TMPDIR", given, reason, "set it to a folder with free space, such as /tmp")]
         ) from None
-
-
-def check_address_space() -> None:
-    """Raise ConfigError if ``ulimit -v`` is below what importing a CUDA build of torch maps: the import would abort."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if 0 <= limit < _ADDRESS_SPACE and _is_torch_for_cuda():  # below 0: none
-        rule = f"must be at least {_ADDRESS_SPACE >> 30} GiB: importing torch takes nearly as much address space"
-        raise ConfigError([Problem("ulimit -v", limit >> 10, rule, "try ulimit -v unlimited")])
-
-
-def _is_torch_for_cuda() -> bool:
-    """Return whether the installed torch is a CUDA build, whose libraries are larger, without importing it."""
-    torch = importlib.util.find_spec("torch")
-    return bool(torch and torch.origin and (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists())
 
 
 def warm_up(modules: Iterable[str] = (), loading: Mapping[str, str] | None = None) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ _SACCT = (
     "sacct", "--allocations", "--noheader", "--parsable2",
     "--format=JobID,State,Elapsed,NodeList,Reason,JobName%200",
 )  # fmt: skip
+
+#: Prefix, ahead of the job's id, of the file by which ranks in a container ask the job's script to requeue it: images
+#: lack SLURM's commands.
+REQUEUE = ".requeue-"
 
 
 class SlurmError(RuntimeError):
@@ -155,7 +160,18 @@ def clusters() -> list[str]:
     """Return the names of the clusters that SLURM's commands address; raises SlurmError."""
     if chosen := os.environ.get("SLURM_CLUSTERS"):
         return chosen.split(",")
-    return re.findall(r"^ClusterName\s*=\s*(\S+)", _output("scontrol", "show", "config"), re.MULTILINE)
+    return _configured("ClusterName")
+
+
+def longest_array() -> int:
+    """Return how many jobs an array may have on every cluster addressed, as far as SLURM says."""
+    with suppress(SlurmError, ValueError):
+        return max(1, min(map(int, _configured("MaxArraySize"))))  # 0: there are no arrays
+    return sys.maxsize
+
+
+def _configured(name: str) -> list[str]:
+    return re.findall(rf"^{name}\s*=\s*(\S+)", _output("scontrol", "show", "config"), re.MULTILINE)
 
 
 @cache
@@ -187,6 +203,11 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
 def restarts(environ: Mapping[str, str]) -> int:
     """Return how often the job of this process was requeued."""
     return int(environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def requeue(job: str) -> None:
+    """Requeue a job, or an array element as squeue prints it, which ends it here; raises SlurmError."""
+    _run("scontrol", "requeue", job)
 
 
 def end_step(environ: Mapping[str, str], after: float) -> None:

@@ -41,13 +41,8 @@ class Gpu(Struct):
 
     uuid: str | None
     bus: str | None
-    name: str | None
-    sm_clock_mhz: int | None
-    sm_clock_most_mhz: int | None
-    memory_clock_mhz: int | None
     clock_reasons: list[str] | None
     temperature_celsius: int | None
-    power_watts: float | None
     power_limit_watts: float | None
     power_limit_default_watts: float | None
     processes: int | None
@@ -133,13 +128,8 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
     return Gpu(
         uuid=_text(of("nvmlDeviceGetUUID")),
         bus=_text(place.busId) if place else None,
-        name=_text(of("nvmlDeviceGetName")),
-        sm_clock_mhz=of("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-        sm_clock_most_mhz=of("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
-        memory_clock_mhz=of("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
         clock_reasons=clock_reasons_now(nvml, handle),
         temperature_celsius=of("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        power_watts=_watts(of("nvmlDeviceGetPowerUsage")),
         power_limit_watts=_watts(of("nvmlDeviceGetEnforcedPowerLimit")),
         power_limit_default_watts=_watts(of("nvmlDeviceGetPowerManagementDefaultLimit")),
         processes=None if processes is None else len(processes),

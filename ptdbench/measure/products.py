@@ -114,11 +114,11 @@ def repeat(work: Step, between: Step, device: torch.device, seconds: float) -> l
     effort = Effort(seconds)
     gc.collect()
     with no_collection():
-        timed([work], effort.warmup, device, between)
+        timed(work, effort.warmup, device, between)
         started = time.perf_counter()
-        timed([work], 1, device, between)
+        timed(work, 1, device, between)
         once = time.perf_counter() - started
-        return timed([work], effort.repetitions(once), device, between)[0]
+        return timed(work, effort.repetitions(once), device, between)
 
 
 def rates(amount: float, seconds: Sequence[float]) -> tuple[int, float, float, float]:

@@ -166,9 +166,8 @@ class Matmul(Struct):
 class Cut(Struct):
     """Sizes that were skipped because they would have taken too long."""
 
-    source: int | None = None  #: The sending rank, for a link in one direction.
+    source: int | None = None  #: The sending rank of a link.
     target: int | None = None  #: The receiving rank.
-    ranks: list[int] | None = None  #: The two ranks, for a link in both directions.
     op: str | None = None  #: The collective.
     dtype: str | None = None  #: Its dtype.
     reduction: str | None = None  #: Its reduction.
@@ -211,8 +210,8 @@ class MessageSize(Struct, omit_defaults=True):
 
     bytes: int | None = None  #: The size.
     repetitions: int | None = None  #: How often it was timed.
-    seconds: StepSeconds | None = None  #: Time of the round trip, or of the exchange in both directions.
-    one_way: float | None = None  #: Seconds of the message without its reply, for a link in one direction.
+    seconds: StepSeconds | None = None  #: Time of the round trip.
+    one_way: float | None = None  #: Seconds of the message without its reply.
     bandwidth: float | None = None  #: Bytes per second.
 
 
@@ -227,18 +226,10 @@ class Pair(Struct):
     sizes: list[MessageSize]  #: The measurements, by size.
 
 
-class BothWays(Struct):
-    """Two ranks that send to each other at the same time."""
-
-    ranks: list[int]  #: The two ranks.
-    sizes: list[MessageSize]  #: The measurements, by size; bandwidths are the sum of both directions.
-
-
 class P2P(Struct):
     """Links between ranks (``workload=p2p``)."""
 
     pairs: list[Pair]  #: One per direction.
-    both: list[BothWays]  #: Both directions at the same time.
     cut: list[Cut]  #: Skipped sizes.
 
 
@@ -252,8 +243,6 @@ class Collectives(Struct):
     fits: list[CollectiveFit]  #: One for each collective, dtype, reduction and mode with enough sizes.
     cut: list[Cut]  #: Skipped sizes.
     left_out: list[str]  #: Collectives that the backend does not support.
-
-    kept: str | None = None  #: Why ``fits`` were not cached for later runs; null if they were, or are not of all ranks.
 
 
 class Check(Struct):

@@ -102,29 +102,24 @@ def repeat(step: Step | None, device: torch.device, effort: Effort) -> list[floa
     ``step``: ``None`` on ranks that only wait. The list is empty if ``min_repetitions`` would take too long.
     """
     dist.barrier()
-    once = min(most(*timed([step], effort.warmup, device)[0]))
+    once = min(most(*timed(step, effort.warmup, device)))
     if not effort.affords(once):
         return []
     dist.barrier()
-    return most(*timed([step], effort.repetitions(once), device)[0])
+    return most(*timed(step, effort.repetitions(once), device))
 
 
-def timed(
-    steps: Sequence[Step | None], count: int, device: torch.device, between: Step = lambda: None
-) -> list[list[float]]:
-    """Return the seconds of ``count`` repetitions of each step on this rank, zeros for ``None``.
-
-    ``between`` runs untimed before each repetition.
-    """
-    turns = [(step, clock.for_device(device)) for step in steps]
+def timed(step: Step | None, count: int, device: torch.device, between: Step = lambda: None) -> list[float]:
+    """Return the seconds of ``count`` repetitions on this rank, zeros for ``None``; ``between`` runs before each."""
+    if step is None:
+        return [0.0] * count
+    watch = clock.for_device(device)
     for _ in range(count):
-        for step, watch in turns:
-            if step:
-                between()
-                watch.start()
-                step()
-                watch.stop()
-    return [watch.seconds() if step else [0.0] * count for step, watch in turns]
+        between()
+        watch.start()
+        step()
+        watch.stop()
+    return watch.seconds()
 
 
 def warmup_end(step_seconds: Sequence[float], minimum: int) -> int:

@@ -64,7 +64,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models.blocks import repeated
-from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss
+from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss, module_of
+from ptdbench.models.scalars import widen
 from ptdbench.models.stages import NoStages, Runner, Stages
 from ptdbench.models.state import preserved, without_values
 from ptdbench.nested import first_tensor, with_samples
@@ -108,7 +109,9 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
             remedy = "try +model.dtype=float32" if loads else "return it as .float()"
             rule = f"{name} is {dtype}, but weights must be fp32 under every precision"
             require(Problem("_target_", config["_target_"], rule, remedy))
-    return adapt(module, example)
+    model = adapt(module, example)
+    widen(module_of(model), example)
+    return model
 
 
 def adapt(module: nn.Module, example: Callable[[], Example]) -> Model:

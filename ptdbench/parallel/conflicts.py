@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.models.protocol import Model, Role, members, module_of
-from ptdbench.parallel import experts, fp8, ring, tensor
+from ptdbench.parallel import experts, fp8, tensor
 from ptdbench.parallel.activations import Selective
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims, divisors
@@ -20,24 +19,12 @@ from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_schedules import SCHEDULES, SPLITS_SINCE, rounds
 from ptdbench.parallel.pipeline_stages import split_stages
 from ptdbench.parallel.roles import roles_of
-from ptdbench.problems import Problem, as_typed, nearest, try_these
+from ptdbench.problems import Problem, nearest, try_these
 
 #: Whether the option is ruled out, the option, the rule, and a remedy.
 Row = tuple[object, str, str, str]
 
 _DEFAULTS = {field.name: field.default for field in fields(Options)}
-
-#: FSDP's setters for options that not every version of torch has.
-SETTERS = {
-    "separate_reduce_scatter": "set_separate_reduce_scatter_group",
-    "reduce_scatter_buffers": "set_reduce_scatter_max_input_buffers",
-}
-
-
-def is_settable(option: str) -> bool:
-    """Return whether this version of torch has the option's setter, one of :data:`SETTERS`."""
-    return hasattr(FSDPModule, SETTERS[option])
-
 
 _NO_EFFECT = "has no effect under these degrees of parallelism"
 _1F1B = "parallel.schedule=interleaved1f1b"
@@ -46,8 +33,6 @@ _UNDIVIDED = "try 1, or parallel=ddp,fsdp"
 
 def of_values(options: Options) -> list[Row]:
     """Return the conflicts of values that are invalid whatever the degrees."""
-    lacks = ring.missing() if options.context_method == "ring" else None
-    missing = f"missing from torch {torch.__version__}"
     schedule, stages = SCHEDULES.get(options.schedule), options.stages_per_rank
     allowed = schedule.stages if schedule and options.pipeline != 1 else stages
     return [
@@ -61,12 +46,6 @@ def of_values(options: Options) -> list[Row]:
          f"needs torch {SPLITS_SINCE} or newer (installed: {torch.__version__})", "try interleaved1f1b, looped_bfs"),
         (options.bucket_mb != "auto" and options.bucket_mb <= 0, "bucket_mb", "must be greater than 0 (MiB)",
          "try auto, 25"),
-        (lacks, "context_method", f"needs {lacks}, {missing}", "try ulysses"),
-        *(
-            (getattr(options, option) != _DEFAULTS[option] and not is_settable(option), option,
-             f"needs FSDPModule.{setter}, {missing}", f"try {as_typed(_DEFAULTS[option])}")
-            for option, setter in SETTERS.items()
-        ),
     ]  # fmt: skip
 
 
@@ -74,8 +53,8 @@ def of_degrees(options: Options) -> list[Row]:
     """Return options that have no effect, or not the requested one, under the requested degrees."""
     is_one = {name: degree == 1 for name, degree in options.degrees().items()}
     is_set = {name: getattr(options, name) != default for name, default in _DEFAULTS.items()}
-    # A degree of auto counts as above 1, as it is on several ranks.
-    dims = Dims(**{name: 2 if degree == "auto" else degree for name, degree in options.degrees().items()})
+    # A degree that is derived counts as above 1, as it is on several ranks.
+    dims = Dims(**{name: degree if isinstance(degree, int) else 2 for name, degree in options.degrees().items()})
     # DDP also averages gradients over ranks that share a sequence, and FSDP also shards weights over them.
     ignored = is_one | {"replicate": not options.replicates(dims), "shard": not options.gathers_weights(dims)}
     reshards_to_group = not isinstance(options.reshard_after_forward, bool)
@@ -190,6 +169,13 @@ def of_model(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
             return
 
 
+def divides(options: Options, model: Model, dims: Dims) -> bool:
+    """Whether the ranks of tensor and context parallelism divide what they share of a model, such as its heads."""
+    products = _of_products(options, model, dims) if dims.tensor > 1 else ()
+    positions = _of_positions(options, model, dims) if dims.context > 1 else ()
+    return not any(row[0] for row in (*products, *positions))
+
+
 def of_sample(options: Options, inputs: Any, targets: Tensor, dims: Dims) -> list[Row]:
     """Return the reasons why ranks cannot share the positions of a sample, ``[batch, length]``."""
     if not options.applies("context", dims):
@@ -239,7 +225,8 @@ def _of_products(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     roles = {name: role for name, role in roles_of(model).items() if role.kind in styles}
     kinds = {role.kind for role in roles.values()}
     is_split = not kinds.isdisjoint(tensor.DIMENSIONS)
-    yield not is_split, "tensor", "needs a model whose roles() name layers to split", _UNDIVIDED
+    reason = getattr(model, "undivided", None) or "needs a model whose roles() name layers to split"
+    yield not is_split, "tensor", reason, _UNDIVIDED
     yield (is_split and options.sequence and "scatter" not in kinds, "sequence",
            "needs a model whose roles() name a module to scatter: the start of its residual stream",
            "try false")  # fmt: skip

@@ -13,8 +13,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from ptdbench.problems import Problem, divisors, require, try_these
 
-#: A requested degree.
-Size = int | Literal["auto"]
+#: A requested degree: ``auto`` follows from the number of ranks, ``node`` from the nodes too, see :func:`sizes_by_node`.
+Size = int | Literal["auto", "node"]
 T = TypeVar("T", bound=Size)
 D = TypeVar("D", bound="Dims")
 
@@ -59,12 +59,11 @@ class Degrees(Generic[T]):
         divides=("samples", "weights"), place=2, derived=2, preset="parallel=fsdp,hsdp",
         options=(
             "reshard_after_forward", "reshard_between_microbatches", "reduce_scatter_each_microbatch", "prefetch",
-            "separate_reduce_scatter", "reduce_scatter_buffers",
         ),
     )  # fmt: skip
     context: T = degree(
         "Ranks that split each sequence.", "c", "cp", divides=("positions", "weights"), place=3,
-        preset="parallel.context=2", options=("context_method",),
+        preset="parallel=cp", options=("context_method",),
     )  # fmt: skip
     tensor: T = degree(
         "Ranks that split each matrix product.", "t", "tp", divides=("products",), place=4, derived=1,
@@ -220,7 +219,21 @@ def derive(
 def auto_degrees(wanted: Mapping[str, Size], kind: type[Degrees[Any]] = Degrees) -> list[str]:
     """Return the degrees to derive from the number of ranks, in order."""
     order = {name: row.derived for name, row in kind.rows().items() if row.derived is not None}
-    return sorted((name for name in order if wanted[name] == "auto"), key=lambda name: order[name])
+    return sorted((name for name in order if not isinstance(wanted[name], int)), key=lambda name: order[name])
+
+
+def sizes_by_node(name: str, world_size: int, wanted: Mapping[str, Size], nodes: int) -> list[int]:
+    """Return what a degree of ``node`` may be, the first that suits the model counts.
+
+    One replica per node, or two on a single node; of other degrees, the ranks of a node that the typed degrees leave,
+    and the divisors of their number. Without a degree of ``auto`` it takes all ranks that they leave.
+    """
+    if name == "replicate":
+        return [max(nodes, 2)]
+    rest = world_size // math.prod(size for size in wanted.values() if isinstance(size, int)) or 1
+    if "auto" not in {wanted[other] for other in Dims.order()}:
+        return [rest]
+    return divisors(math.gcd(rest, world_size // nodes))[:0:-1] or [1]
 
 
 def _unfit(name: str, size: int, row: Degree, fold: list[int]) -> Problem | None:

@@ -91,7 +91,6 @@ def shard(
         warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(part).__name__}\) returned a view")
     if options.prefetch > 1:  # torch's default is to gather one ahead
         _prefetch([*dict.fromkeys([root, *groups.values()])], [groups[layer] for layer in layers[:-1]], options)
-    _choose_messages(module, options)
     return LaidOutModule(module, module, partial(_deferred, root, options, dims), release=partial(_reshard, module))
 
 
@@ -166,14 +165,6 @@ def _prefetch(groups: Sequence[FSDPModule], freed: Collection[FSDPModule], optio
     for number, group in enumerate(backward):
         ahead = [later for later in backward[number + 1 :] if later in freed]
         group.set_modules_to_backward_prefetch(ahead[: options.prefetch])
-
-
-def _choose_messages(module: nn.Module, options: Options) -> None:
-    root = next(part for part in module.modules() if isinstance(part, FSDPModule))
-    if options.separate_reduce_scatter:
-        root.set_separate_reduce_scatter_group()
-    if options.reduce_scatter_buffers > 1:
-        root.set_reduce_scatter_max_input_buffers(options.reduce_scatter_buffers)
 
 
 def _reshard(module: nn.Module) -> None:

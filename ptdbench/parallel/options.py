@@ -30,8 +30,6 @@ class Options(Degrees[Size]):
     reshard_between_microbatches: bool | Literal["auto"] = "auto"
     reduce_scatter_each_microbatch: bool = False
     prefetch: int = 1
-    separate_reduce_scatter: bool = False
-    reduce_scatter_buffers: int = 1
     gradients: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     context_method: Method = "ulysses"
     sequence: bool = False
@@ -46,7 +44,9 @@ class Options(Degrees[Size]):
 
     def shards(self, dims: Dims) -> bool:
         """Whether FSDP2 manages the weights; it also manages replicas of DTensors, which DDP does not support."""
-        return self.applies("shard", dims) or dims.expert > 1 or (dims.tensor > 1 and dims.context * dims.copies > 1)
+        over_context = self.shard == "auto" and dims.context > 1  # all other ranks may be of other degrees
+        over_tensor = dims.tensor > 1 and dims.context * dims.copies > 1
+        return self.applies("shard", dims) or dims.expert > 1 or over_context or over_tensor
 
     def gathers_weights(self, dims: Dims) -> bool:
         """Whether FSDP shards the weights over several ranks, and gathers them."""
@@ -71,10 +71,6 @@ class Options(Degrees[Size]):
             "loss scaling": scales and (dims.pipeline > 1 or dims.expert > 1),
         }
         return [name for name, is_used in used.items() if is_used]
-
-    def communicators(self, dims: Dims) -> int:
-        """Return the number of NCCL communicators of a rank."""
-        return dims.communicators + (self.separate_reduce_scatter and self.gathers_weights(dims))
 
     @property
     def sent(self) -> Literal["fp32", "bf16", "fp16"]:

@@ -2,7 +2,7 @@
 
 The exchange, its order and the merging of partial results are torch's (Liu et al. 2023, arXiv 2310.01889); torch's
 ``context_parallel`` applies them to DTensors on GPUs. Here they are applied to plain tensors, with the kernels of any
-device, including CPUs. These functions are private to torch: see :func:`missing`.
+device, including CPUs. These functions are private to torch.
 
 Each rank has two pieces of the positions, one from each end (:class:`ptdbench.parallel.context.Positions`), which
 balances the work under a causal mask.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -28,23 +27,11 @@ aten = torch.ops.aten
 #: The dimensions of ``[batch, heads, length, head width]``.
 HEADS, LENGTH = 1, 2
 
-_OF_TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
-_NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options")
-
 #: GPU kernels need head widths that are multiples of this.
 _WIDTH = 8
 
 #: Queries per tile of memory-efficient attention, which pads the log-sum-exp to whole tiles.
 _TILE = 32
-
-
-def missing() -> str | None:
-    """Return the first name that this version of torch does not have for ring attention; ``None`` if it has all."""
-    try:
-        module = import_module(_OF_TORCH)
-    except ImportError:
-        return _OF_TORCH
-    return next((f"{_OF_TORCH}.{name}" for name in _NEEDED if not hasattr(module, name)), None)
 
 
 def attention(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -201,9 +188,10 @@ class RingAttention(torch.autograd.Function):
 
 def _balanced() -> ModuleType:
     """Return torch's ring module, set to two pieces of the positions per rank."""
-    module = import_module(_OF_TORCH)
-    module._cp_options.enable_load_balance = True
-    return module
+    from torch.distributed.tensor.experimental._context_parallel import _attention  # slow to import
+
+    _attention._cp_options.enable_load_balance = True
+    return _attention
 
 
 def _repeated(tensor: Tensor, groups: int) -> Tensor:

@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import StateBytes, footprints
 from ptdbench.parallel.precision import DTYPES
-from ptdbench.planning import step_time
+from ptdbench.planning import recordings, step_time
 from ptdbench.planning.classes import classes, merged
+from ptdbench.planning.recordings import Recording
 from ptdbench.planning.search import Search
 from ptdbench.planning.tries import (
     Execute,
@@ -83,6 +84,8 @@ class PlanRequest:
     title: str  #: Its title in the display.
     execute: Execute  #: :func:`ptdbench.run.door.run`.
     cores: int = 1  #: Number of ranks to run at once.
+    key: Mapping[str, Any] | None = None  #: Code and environment, for recordings; ``None``: none is cached.
+    again: bool = False  #: Ignore cached recordings.
 
     @property
     def sets_batch(self) -> bool:
@@ -184,7 +187,7 @@ class _Virtual:
         self._records: dict[int, Record] = {}
         stages = {spec.training.layout.dims.stage(rank) for rank in self._classes}
         self._no_time = step_time.obstacle(spec, len(stages))
-        self._logs: list[log.Log] = []  # of the last profiled run
+        self._logs: Sequence[log.Log] = []  # of the last profiled run
 
     def fields(self) -> dict[str, object]:
         """Run the requested micro-batch, or one that fits, and search for the largest."""
@@ -230,35 +233,50 @@ class _Virtual:
         It has no account of virtual GPUs if they were out of memory.
         """
         step = stand_in(self._training, self._layouts[micro_batch])
+        options = {
+            "train.micro_batch": micro_batch,
+            "train.global_batch": step.global_batch,
+            "profile.steps": int(profiled),
+            "virtual.gpu.allocatable": allocatable,
+        }
+        config, is_logged = self._short.changed(options), profiled and self._no_time is None
+        key = None
+        if self._request.key:
+            memory = recordings.visible_memory(self._training, micro_batch, self._gpu)
+            more = {"ranks": list(self._classes), "is_logged": is_logged}
+            gpu = replace(self._gpu, allocatable=allocatable)
+            key = recordings.key(self._request.key, config.resolved, gpu, memory, **more)
+        recording = recordings.look_up(key) if key and not self._request.again else None
+        if recording is None:
+            recording = self._recorded(config, step, is_logged)
+            if key:
+                recordings.keep(key, recording)
+        self._logs = recording.logs or self._logs
+        assert self._spec.virtual
+        return recording.on(self._spec.virtual)
+
+    def _recorded(self, config: Config, step: BatchPlan, is_logged: bool) -> Recording:
+        """Run a configuration on a rank of each class, as many at once as there are cores."""
         ranks, records, logs = list(self._classes), list[Record](), list[log.Log]()
-        is_logged = profiled and self._no_time is None
-        cores = 1 if profiled else self._request.cores  # the profiler's events of a large model take half a gigabyte
+        # The profiler's events of a large model take half a gigabyte.
+        cores = 1 if config.profile.steps else self._request.cores
         for start in range(0, len(ranks), cores):
-            config = self._short.changed(
-                {
-                    "train.micro_batch": micro_batch,
-                    "train.global_batch": step.global_batch,
-                    "profile.steps": int(profiled),
-                    "virtual.ranks": ranks[start : start + cores],
-                    "virtual.gpu.allocatable": allocatable,
-                }
-            )
+            group = config.changed({"virtual.ranks": ranks[start : start + cores]})
             fields = {**self._spec.summary.fields, "layout": step.as_dict()}
             with tempfile.TemporaryDirectory(prefix="ptdbench-plan-") as folder:
-                open_try(Path(folder), config, fields)
-                title = headed(Heading(f"{self._request.title} · micro-batch {micro_batch}"))
+                open_try(Path(folder), group, fields)
+                title = headed(Heading(f"{self._request.title} · micro-batch {step.micro_batch}"))
                 with title, settings.added({LOGS: f"{folder}/logs"} if is_logged else {}):
                     self._request.execute(Path(folder))
                 written = store.load_record(Path(folder))
-                logs += log.read(Path(folder, "logs"))
+                logs += [of_rank.last() for of_rank in log.read(Path(folder, "logs"))]
             is_out_of_memory = written["status"] == "oom" and failure.is_of_gpu(schema.error(written))
             if written["status"] != "ok" and not is_out_of_memory:
                 raise Failed(written)
             records.append(convert(written, Record))
             if is_out_of_memory:
-                return structs.replace(records[-1], virtual=None)
-        self._logs = logs or self._logs
-        return merged(records, self._classes)
+                return Recording(structs.replace(records[-1], virtual=None), [])
+        return Recording(merged(records, self._classes), logs)
 
     def _planned(self, shown: int, search: Search) -> dict[str, object]:
         """Return the fields of a plan; its micro-batch was run, unless it exceeds even the roomy limit."""

@@ -26,7 +26,7 @@ from ptdbench.files import strict, write_json
 from ptdbench.launch import local, settings
 from ptdbench.launch.lifetime import die_with_parent
 from ptdbench.measure.memory import host_memory
-from ptdbench.problems import ConfigError, ErrorCollector, require
+from ptdbench.problems import ConfigError, ErrorCollector, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import affects
 from ptdbench.setup import choices, commandline, compose, hydra_options, hydra_output, runs
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 #: The folder of plans in the cache.
 _KIND = "plans"
+
+#: What the tries of a plan depend on: parts of its key, and all of the package but what looks at them afterwards.
+_OF_TRIES = ("files", "python", "cores", "environment")
+_AFTER_TRIES = ("commands", "comparison", "planning", "prediction", "report")
 
 #: Packages whose installation a plan depends on.
 _PACKAGES = ("torch", "numpy", "torchvision", "torchao", "triton")
@@ -78,7 +82,12 @@ def composed(overrides: Sequence[str], source: Source | None = None) -> Composed
     for config in result.configs:
         problems.catch(choices.virtual, config)
     problems.close()
-    require(*hydra_options.unresolved(result))
+    require(
+        *hydra_options.unresolved(result),
+        Problem(commandline.SWEEPER, result.sweeper, "a plan needs fixed layouts, not a search", "give lists of values")
+        if result.searches
+        else None,
+    )
     if not any(word.startswith("hydra.sweep.dir=") for word in overrides):
         with read_write(result.hydra), open_dict(result.hydra):
             result.hydra.sweep.dir = str(result.hydra.sweep.dir).removesuffix("_sweep") + "_plan"
@@ -113,7 +122,7 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
     keys = [_key(job, is_free) for job in jobs]  # first: importing torch changes the environment, a part of the keys
     earlier = [cache.look_up(_KIND, key).get("fields") if key and not again else None for key in keys]
     uncached = [
-        _Uncached(job, is_free, f"[{number}/{len(jobs)}] {job.label}", key)
+        _Uncached(job, is_free, f"[{number}/{len(jobs)}] {job.label}", key, again)
         for number, (job, cached, key) in enumerate(zip(jobs, earlier, keys, strict=True), 1)
         if cached is None
     ]
@@ -142,6 +151,7 @@ class _Uncached:
     is_free: bool  #: Whether no global batch was given.
     title: str  #: Its title in the display.
     key: dict[str, Any] | None  #: Its cache key; ``None`` if it cannot be cached.
+    again: bool = False  #: Ignore its cached recordings, too.
 
 
 def _paced(uncached: Sequence[_Uncached], prepare: Prepare, execute: Execute) -> Generator[dict[str, Any]]:
@@ -227,7 +237,8 @@ def _fields(plan: _Uncached, execute: Execute, cores: int) -> dict[str, Any]:
 
     started = time.monotonic()
     try:
-        request = memory_plan.PlanRequest(plan.config, plan.is_free, plan.title, execute, cores)
+        of_tries = plan.key and {**{name: plan.key[name] for name in _OF_TRIES}, "package": _package(_AFTER_TRIES)}
+        request = memory_plan.PlanRequest(plan.config, plan.is_free, plan.title, execute, cores, of_tries, plan.again)
         fields = memory_plan.plan(request)
     except ConfigError as refused:
         return _failed(refused)
@@ -322,9 +333,10 @@ def _may_change(package: str) -> bool:
 
 
 @once
-def _package() -> str:
-    """Return a digest of ptdbench's own files."""
+def _package(without: Sequence[str] = ()) -> str:
+    """Return a digest of ptdbench's own files, except for some folders."""
     folder, digest = Path(compose.__file__).parents[1], sha256()
     for path in sorted(path for suffix in ("py", "c", "h", "csv") for path in folder.rglob(f"*.{suffix}")):
-        digest.update(path.read_bytes())
+        if path.relative_to(folder).parts[0] not in without:
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

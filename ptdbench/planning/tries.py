@@ -31,6 +31,7 @@ _SHORT = {
     "eval.every": None,
     "checkpoint.every_steps": None,
     "profile.steps": 0,
+    "objective": "throughput",
     "profile.trace": False,
     "resume": None,
     "check": False,

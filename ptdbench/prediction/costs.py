@@ -113,10 +113,9 @@ class Costs:
         batch, heads, queries, width, keys, _, products = (int(size) for size in record["dims"][:7])
         flops = 2.0 * products * batch * heads * queries * keys * width
         flops /= 2 if record["flags"] & Flag.CAUSAL else 1
-        has_flash = is_flash and self.figures["attention"] == "H200"
-        kind, level = (
-            ("flash", 1.0) if has_flash else (self.figures["attention"], float(self.figures["attention_level"]))
-        )
+        kind, level = self.figures["attention"], float(self.figures["attention_level"])
+        if is_flash and kind == "H200":
+            kind = "flash"
         rows = [row for row in _table("attention") if row["kind"] == kind]
         of_pass = "forward" if products == 2 else "backward"
         share = level * _between([int(row["length"]) for row in rows], [float(row[of_pass]) for row in rows], keys)

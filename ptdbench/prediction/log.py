@@ -41,7 +41,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,20 +119,24 @@ class Log:
         for begin, end in pairwise(marks):
             yield self.records[begin + 1 : end]
 
-    def save(self, path: Path) -> None:
-        """Write the log as one compressed file."""
+    def last(self) -> Log:
+        """Return the log of the last complete step alone, or this one if it has none."""
+        marks = np.flatnonzero(self.records["kind"] == Kind.MARK.value)
+        return Log(self.records[marks[-2] : marks[-1] + 1], self.names, self.facts) if len(marks) > 1 else self
+
+    def save(self, file: Path | BinaryIO) -> None:
+        """Write the log as one compressed file, whose path ends in ``.npz``."""
         arrays: dict[str, Any] = {name: self.records[name] for name in RECORD.names or ()}
         arrays["texts"] = json.dumps({"version": VERSION, "names": [*self.names], "facts": {**self.facts}})
-        with path.open("wb") as file:
-            np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, **arrays)
 
     @classmethod
-    def load(cls, path: Path) -> Log:
+    def load(cls, file: Path | BinaryIO) -> Log:
         """Read what :meth:`save` has written; raises Unreadable."""
-        with np.load(path, allow_pickle=False) as arrays:
+        with np.load(file, allow_pickle=False) as arrays:
             texts = json.loads(str(arrays["texts"]))
             if texts["version"] != VERSION:
-                raise Unreadable(f"{path}: a log of version {texts['version']}, and this is {VERSION}")
+                raise Unreadable(f"{file}: a log of version {texts['version']}, and this is {VERSION}")
             records = np.empty(len(arrays["kind"]), RECORD)
             for name in RECORD.names or ():
                 records[name] = arrays[name]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping
 
 #: Kinds of kernels by regular expressions of their names; the first match counts, ``other`` if none does.
 KERNEL_KINDS = {
@@ -22,3 +24,11 @@ KERNEL_KINDS = {
 def kernel_kind(name: str) -> str:
     """Classify a kernel by its purpose."""
     return next((kind for kind, has in KERNEL_KINDS.items() if re.search(has, name, re.IGNORECASE)), "other")
+
+
+def by_kind(kernels: Mapping[str, int]) -> Counter[str]:
+    """Count kernels by kind, given their counts by name."""
+    kinds = Counter[str]()
+    for name, count in kernels.items():
+        kinds[kernel_kind(name)] += count
+    return kinds

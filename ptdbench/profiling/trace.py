@@ -92,18 +92,6 @@ def _read(path: Path, device_type: str) -> Trace:
     return _of_device(whole, parts, events, on_device)
 
 
-def launched_in_steps(path: Path) -> tuple[list[Event], list[CommCall]]:
-    """Return the kernels launched in profiled steps, and the calls of NCCL kernels; raise like :func:`read`."""
-    events = checked(path, events_of)
-    launches = launches_of(events)
-    steps = [(step, True) for step in union(event.interval for event in events if event.name.startswith(STEP))]
-    kernels = [event for event in events if event.kind == "kernel"]
-    if not steps or not kernels:
-        raise ValueError(f"{path} has {'no kernels' if steps else 'no profiled step'}")
-    inside = [event for event in kernels if at(launches.get(event.facts.get("correlation"), event.start), steps)]
-    return inside, calls_of_nccl(events, (event for event in inside if is_of_nccl(event)))
-
-
 def _of_host(
     steps: Sequence[Interval],
     parts: Mapping[str, Sequence[Interval]],

@@ -51,9 +51,7 @@ def _mean(operation: str, accounts: Sequence[Virtual], counts: Sequence[int]) ->
     of_accounts = [(account.messages or {}).get(operation) for account in accounts]
     sent = [(messages, count) for messages, count in zip(of_accounts, counts, strict=True) if messages]
     sizes = [messages.bytes * count for messages, count in sent if messages.bytes is not None]
-    formulas = [messages.formula_bytes for messages, _ in sent if messages.formula_bytes is not None]
     return Messages(
         calls=sum(messages.calls * count for messages, count in sent) / sum(counts),
         bytes=sum(sizes) / sum(counts) if len(sizes) == len(sent) else None,
-        formula_bytes=formulas[0] if formulas else None,
     )

@@ -20,7 +20,7 @@ _OPTIONS = {
     **dict.fromkeys(("repeat.runs", "repeat.max", "repeat.tied_within"), ("nothing", "start", "blocks")),
     "sweep": ("nothing", "sweep"),
     "sweep.resume": ("nothing", "sweep", "start"),
-    "objective": ("nothing",),  # of earlier versions
+    "objective": ("nothing",),
     "logger": ("nothing",),
     "cluster": ("queue", "layout"),
     "cluster.nodes": ("shape", "layout", "ranks"),

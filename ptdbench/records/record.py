@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -15,7 +16,7 @@ from ptdbench.problems import as_typed, in_shell
 from ptdbench.records import schema, store
 from ptdbench.records.effects import EARLIER, affects, leaves, options_affecting
 from ptdbench.records.failure import Failure, status_of
-from ptdbench.records.run_record import UNFINISHED, option, start_command
+from ptdbench.records.run_record import UNFINISHED, RunRecord, option, start_command
 from ptdbench.records.schema import Configuration, Draft, Owner, Written
 from ptdbench.terminal import sources
 
@@ -118,6 +119,12 @@ def stopped(record: Written, why: str, saved: bool | None = True) -> Draft:
     return {**record, "status": status, "error": schema.NO_ERROR | {"type": "Stopped", "message": message}}
 
 
+def requeued(record: Written, number: int, limit: int) -> Draft:
+    """Return the record of a run whose job was requeued: it stays open."""
+    message = f"saved and requeued ({number} of {limit}); it resumes in the same directory"
+    return {**record, "status": "preempted", "error": schema.NO_ERROR | {"type": UNFINISHED, "message": message}}
+
+
 def is_open(record: Written) -> bool:
     """Return whether the end of the run has not been recorded yet."""
     return schema.error(record).type == UNFINISHED
@@ -191,13 +198,14 @@ def other_model(was: Configuration, now: Configuration) -> str | None:
 DONE = ("ok", "diverged")
 
 
-def is_done(directory: Path, config: Configuration) -> bool:
-    """Return whether ``directory`` holds a run of this configuration that is done."""
+def is_done(directory: Path, config: Configuration, or_failed: bool = False) -> bool:
+    """Return whether ``directory`` holds a run of this configuration that is done, or that failed, if that counts."""
     try:
         found = store.read_record(directory)
     except (FileNotFoundError, store.Damaged):
         return False
-    return found.status in DONE and same_work(found.config, config)
+    is_over = found.status in DONE or (or_failed and not found.is_interrupted)
+    return is_over and same_work(found.config, config)
 
 
 def fingerprint(config: Configuration) -> str:
@@ -211,3 +219,27 @@ def fingerprint(config: Configuration) -> str:
 def _digest(options: Configuration) -> str:
     canonical = json.dumps(strict(options, str), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+Objective = Literal["throughput", "held_out_loss", "held_out_accuracy"]
+
+#: The direction in which each objective improves.
+DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
+    "throughput": "maximize",
+    "held_out_loss": "minimize",
+    "held_out_accuracy": "maximize",
+}
+
+
+def objective_value(record: RunRecord, objective: Objective) -> float | None:
+    """Return the value of a run's objective; ``None`` if the run is not ok or has no such figure.
+
+    ``throughput`` is in tokens per second, or samples per second if samples are not token sequences. The other
+    objectives are taken from the best evaluation.
+    """
+    if record.status != "ok" or objective == "throughput":
+        return record.throughput
+    is_loss = objective == "held_out_loss"
+    figures = [evaluation.loss if is_loss else evaluation.top1 for evaluation in record.evaluations]
+    best = max if DIRECTIONS[objective] == "maximize" else min
+    return best((figure for figure in figures if figure is not None), default=None)

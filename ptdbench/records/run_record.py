@@ -22,6 +22,10 @@ UNFINISHED = "Unfinished"
 #: The type of error of a run whose job SLURM did not take.
 NOT_SUBMITTED = "NotSubmitted"
 
+#: The types of error of runs that were interrupted, among them states in which SLURM ended a job.
+_INTERRUPTED = (UNFINISHED, NOT_SUBMITTED, "Gone", "CANCELLED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")
+
+
 R = TypeVar("R", bound="RunRecord")
 
 
@@ -62,6 +66,11 @@ class RunRecord(Record, kw_only=True, eq=False):
     def is_open(self) -> bool:
         """Whether the end of the run has not been recorded yet."""
         return self.error.type == UNFINISHED
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the run was stopped, killed or not even submitted, or still goes on."""
+        return self.status == "preempted" or self.error.type in _INTERRUPTED
 
     @property
     def first_step(self) -> int:

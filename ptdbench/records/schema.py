@@ -116,11 +116,6 @@ class Communication(Struct):
     seconds: Amount
     #: The exposed part of ``seconds``, in which the rank computed nothing: a share of the phase ``communication``.
     exposed_seconds: Amount
-    #: What ``bytes`` should be for this layout, without messages of a single number; null if no exact formula is known.
-    formula_bytes: Amount | None = None
-    #: Predicted seconds of ``calls`` with ``bytes``, from the line that ``workload=collectives`` last fitted on these
-    #: ranks with this backend and torch; null if there is none, or the operation does not involve all ranks.
-    fit_seconds: Amount | None = None
 
 
 class Phases(Struct):
@@ -189,7 +184,6 @@ class Messages(Struct):
     calls: Amount  #: Number of calls per rank.
     #: Size of a rank's input, or of its output if that is larger; null if the trace does not contain it.
     bytes: Amount | None = None
-    formula_bytes: Amount | None = None  #: What ``bytes`` should be for this layout; null if no exact formula is known.
 
 
 class FirstStep(Struct):

@@ -10,7 +10,7 @@ from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Communication
 from ptdbench.report import recorded_phases, why
-from ptdbench.report.text import MISSING, decimals, difference, drawn, figure_text, range_text, wrap
+from ptdbench.report.text import decimals, difference, drawn, figure_text, range_text, wrap
 from ptdbench.units import three_digits
 
 _MEMORY = {
@@ -180,12 +180,7 @@ def _profiled(records: Iterable[RunRecord], width: int) -> Iterator[str]:
 _FIGURES: dict[str, tuple[Callable[[Communication], float | None], str]] = {
     "calls": (lambda sent: sent.calls, ""),
     "MB": (lambda sent: sent.bytes / 1e6, "sent, or received if more"),
-    "by formula": (lambda sent: None if sent.formula_bytes is None else sent.formula_bytes / 1e6, "expected MB"),
     "ms": (lambda sent: 1e3 * sent.seconds, "in flight, from the moment the last rank reaches it"),
-    "by fit": (
-        lambda sent: None if sent.fit_seconds is None else 1e3 * sent.fit_seconds,
-        "expected ms, by the line of workload=collectives",
-    ),
     "exposed ms": (lambda sent: 1e3 * sent.exposed_seconds, "not overlapped with compute"),
     "GB/s": (
         lambda sent: sent.bytes / sent.seconds / 1e9 if sent.seconds and sent.bytes else None,
@@ -193,27 +188,16 @@ _FIGURES: dict[str, tuple[Callable[[Communication], float | None], str]] = {
     ),
 }
 
-#: Figures that get a column only if any run has them.
-_EXPECTED = ("by formula", "by fit")
-
-
-def _figures(sent: Communication) -> dict[str, str]:
-    """Return the figures as text."""
-    return {heading: figure_text(figure(sent), three_digits) for heading, (figure, _) in _FIGURES.items()}
-
 
 def _operations(records: Mapping[str, RunRecord], width: int) -> Iterator[str]:
     """Yield the table of each run's communication in a step."""
     rows = [
-        (called, why.spoken(name), _figures(sent))
+        [called, why.spoken(name), *(figure_text(figure(sent), three_digits) for figure, _ in _FIGURES.values())]
         for called, record in records.items()
         for name, sent in recorded_phases.step(record).operations.items()
     ]
     if not rows:
         return
-    expected = [heading for heading in _EXPECTED if any(figures[heading] != MISSING for *_, figures in rows)]
-    headings = [heading for heading in _FIGURES if heading not in _EXPECTED or heading in expected]
-    shown = [[called, name, *(figures[heading] for heading in headings)] for called, name, figures in rows]
-    yield drawn(["run", "operation", *headings], shown, width, ["run", "operation"], _EXPECTED)
-    meanings = {heading: _FIGURES[heading][1] for heading in headings}
-    yield wrap(_legend("per step, means over ranks", meanings, headings), width)
+    yield drawn(["run", "operation", *_FIGURES], rows, width, ["run", "operation"])
+    meanings = {heading: meaning for heading, (_, meaning) in _FIGURES.items()}
+    yield wrap(_legend("per step, means over ranks", meanings, [*_FIGURES]), width)

@@ -67,6 +67,10 @@ def render(records: Sequence[RunRecord], width: int = 100, typed: Collection[str
     return "\n\n".join(shown)
 
 
+#: The file in which Hydra's Optuna sweeper writes its results.
+SEARCHED = "optimization_results.yaml"
+
+
 def closing_lines(directory: Path, records: Sequence[RunRecord] = ()) -> str:
     """Return where the records of a run or a sweep are, and the commands for phases, curves and a report."""
     shown = shlex.quote(os.path.relpath(directory))
@@ -87,6 +91,8 @@ def closing_lines(directory: Path, records: Sequence[RunRecord] = ()) -> str:
         lines.append(f"TensorBoard  tensorboard --logdir {shown}")
         if of_sweep:
             lines.append("             (HPARAMS tab: sort by summary/throughput)")
+    if (directory / SEARCHED).exists():
+        lines.append(f"search       {shown}/{SEARCHED}")
     return "\n".join(lines)
 
 

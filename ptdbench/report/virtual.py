@@ -274,14 +274,14 @@ def _kernels(virtual: Virtual | FirstStep, step: str, ranks: Sequence[int], widt
 
 
 def _messages(virtual: Virtual, step: str, width: int) -> Iterator[str]:
-    sent, note, title = virtual.messages or {}, "by formula: expected bytes", f"messages of {step}"
-    rows, headings = {name: [*astuple(messages)] for name, messages in sent.items()}, ["calls", "bytes", "by formula"]
+    sent, title = virtual.messages or {}, f"messages of {step}"
+    rows, headings = {name: [*astuple(messages)] for name, messages in sent.items()}, ["calls", "bytes"]
     if first := virtual.first_step:
         first_sent, none = first.messages or {}, Messages(0, 0)
         both = {name: (sent.get(name, none), first_sent.get(name, none)) for name in (*sent, *first_sent)}
         rows = {name: [of.calls, of.bytes, of_first.calls, of_first.bytes] for name, (of, of_first) in both.items()}
-        headings, note = ["calls", "bytes", "of the first: calls", "bytes"], ""
+        headings = ["calls", "bytes", "of the first: calls", "bytes"]
     if rows:
         texts = [[name, *(figure_text(figure, "{:,.0f}".format) for figure in row)] for name, row in rows.items()]
         yield drawn([title, *headings], texts, width, words=[title])
-        yield wrap("; ".join(filter(None, ["means over ranks; bytes: sent, or received if more", note])), width)
+        yield wrap("means over ranks; bytes: sent, or received if more", width)

@@ -23,8 +23,6 @@ _EVEN = 0.05
 #: Profiling only slows steps down: if profiled steps took less than this fraction, timed steps ran in other conditions.
 _SHORTER = 0.95
 
-#: Tolerances of traffic relative to its formula, and in bytes, for messages of single numbers.
-_AS_FORMULA, _SINGLE_NUMBERS = 0.01, 100
 
 #: A straggler is named if ranks wait for it for at least this fraction of the step.
 _WAITED = 0.02
@@ -80,14 +78,11 @@ def shares(record: RunRecord, called: str) -> str:
 
 
 def remarks(record: RunRecord, called: str) -> Iterator[str]:
-    """Yield what stands out in a run: traffic that deviates from its formula, the bubble, uneven ranks, a straggler."""
+    """Yield what stands out in a run: the bubble, uneven ranks, a straggler."""
     phases = record.phases
     yield from doubt(record, called)
     if lopsided := record.remarks.pipeline:
         yield f"{called}: {lopsided}"
-    for name, sent in (phases.communication or {}).items():
-        if formula := _unlike(sent):
-            yield f"{called}: {spoken(name)} {bytes_text(sent.bytes)} a step, {formula} by formula"
     if (fullest := record.experts.fullest_rank or 1.0) > 1:
         waited = recorded_phases.step(record).phases["experts"]
         share = f"{waited / (phases.step_seconds or math.inf):.0%} of the step"
@@ -133,14 +128,6 @@ def against_first(groups: Sequence[Mapping[str, RunRecord]]) -> list[str]:
         slower = [(called, run) for called, run in others if (1 - _NOISE) * _takes(run) >= _takes(first)]
         lines += [_explained(run, first, called, reference) for called, run in slower] or [shares(first, reference)]
     return lines
-
-
-def _unlike(sent: Communication) -> str:
-    """Return the bytes by formula as text if the traffic deviates, else an empty text."""
-    exact = sent.formula_bytes
-    if exact is not None and abs(sent.bytes - exact) > max(_AS_FORMULA * exact, _SINGLE_NUMBERS):
-        return bytes_text(exact)
-    return ""
 
 
 def _bubble(record: RunRecord) -> str:
@@ -202,10 +189,8 @@ def spoken(operation: str) -> str:
 
 
 def _traffic(sent: Communication | None) -> str:
-    """``49.0 MB, 1.60 GB/s, 30.6 ms, 21.0 by fit``: the traffic of an operation in a step; no times without a fit."""
+    """``49.0 MB, 1.60 GB/s``: the traffic of an operation in a step."""
     if not sent or not sent.bytes:
         return ""
-    size, seconds, fit = sent.bytes, sent.seconds, sent.fit_seconds
-    rate = [f"{bytes_text(size / seconds)}/s"] if seconds else []
-    times = [f"{three_digits(1e3 * seconds)} ms", f"{three_digits(1e3 * fit)} by fit"] if seconds and fit else []
-    return ", ".join([bytes_text(size), *rate, *times])
+    rate = f", {bytes_text(sent.bytes / sent.seconds)}/s" if sent.seconds else ""
+    return f"{bytes_text(sent.bytes)}{rate}"

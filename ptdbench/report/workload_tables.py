@@ -115,7 +115,7 @@ _SLOWEST = 10
 
 
 def p2p_tables(p2p: results.P2P, width: int) -> str:
-    """Render latency and bandwidth by pair, both directions at once."""
+    """Render latency and bandwidth by pair."""
     pairs = p2p.pairs
     ranks = 1 + max(max(pair.source, pair.target) for pair in pairs)
     largest = max((size.bytes or 0 for pair in pairs for size in pair.sizes), default=0)
@@ -127,7 +127,6 @@ def p2p_tables(p2p: results.P2P, width: int) -> str:
         ]
     else:
         blocks = [_slowest(f"the {_SLOWEST} slowest of {len(pairs)} pairs, {bandwidth}", pairs, width)]
-    blocks += [_exchanges(p2p.both, width)] if any(pair.sizes for pair in p2p.both) else []
     return "\n\n".join([*blocks, *_cut(p2p.cut, width)])
 
 
@@ -142,8 +141,6 @@ def collectives_tables(collectives: results.Collectives, width: int) -> str:
     remarks = [*_definitions(collectives, width), *_cut(collectives.cut, width)]
     if collectives.left_out:
         remarks.append(wrap(f"left out, not in this backend: {', '.join(collectives.left_out)}", width))
-    if collectives.kept:
-        remarks.append(wrap(collectives.kept, width))
     return "\n\n".join([*blocks, "\n".join(remarks)])
 
 
@@ -168,22 +165,6 @@ def _slowest(title: str, pairs: Iterable[results.Pair], width: int) -> str:
         for pair in measured[:_SLOWEST]
     ]
     return f"{title}\n{drawn(['from', 'to', 'latency µs', 'GB/s'], rows, width)}"
-
-
-def _exchanges(both: Sequence[results.BothWays], width: int) -> str:
-    """Return a table with the largest size of each pair; for many pairs, of the slowest ones."""
-    last = [(_pair(pair.ranks), pair.sizes[-1]) for pair in both if pair.sizes]
-    rows = []
-    for ranks, size in sorted(last, key=lambda pair: pair[1].bandwidth or 0.0)[:_SLOWEST]:
-        median = size.seconds and size.seconds.median
-        rows.append([ranks, size_text(size.bytes or 0), time_text(median or 0.0), _rate(size.bandwidth)])
-    shown = drawn(["ranks", "size", "time", "GB/s"], rows, width, words=["ranks"])
-    of_many = f", the {_SLOWEST} slowest of {len(last)} pairs" if len(last) > _SLOWEST else ""
-    return f"both directions at once{of_many}\n{shown}"
-
-
-def _pair(ranks: Sequence[int]) -> str:
-    return f"{ranks[0]} and {ranks[1]}"
 
 
 def _sizes(measured: Sequence[results.CollectiveResult], width: int) -> str:
@@ -227,10 +208,8 @@ def _definitions(collectives: results.Collectives, width: int) -> Iterator[str]:
 
 def _cut(cut: Sequence[results.Cut], width: int) -> Iterator[str]:
     for series in cut:
-        if series.source is not None:
-            what = f"rank {series.source} to rank {series.target}"
-        else:
-            what = f"ranks {_pair(series.ranks)}" if series.ranks else name_of_series(series)
+        is_link = series.source is not None
+        what = f"rank {series.source} to rank {series.target}" if is_link else name_of_series(series)
         yield wrap(f"{what}: not from {size_text(series.from_bytes or 0)} on: {series.reason}", width)
 
 

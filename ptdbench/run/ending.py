@@ -16,20 +16,23 @@ import torch.distributed as dist
 
 from ptdbench.job import Outcome, Results
 from ptdbench.launch import local, slurm
+from ptdbench.launch.slurm import SlurmError
 from ptdbench.launch.stop_signal import noting_stop_signals
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import Peer, World
 from ptdbench.measure.hardware import environment
-from ptdbench.records import failure, record
+from ptdbench.records import failure, ledger, record
 from ptdbench.records.failure import is_stop, root_cause
-from ptdbench.records.ownership import Attempt
+from ptdbench.records.ownership import Attempt, slurm_job
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
-from ptdbench.setup import config
+from ptdbench.setup import config, run_spec
 from ptdbench.terminal import echo
 
 
-def write_result(attempt: Attempt, device: torch.device, met: Sequence[Peer], outcome: Outcome) -> None:
+def write_result(
+    attempt: Attempt, spec: run_spec.RunSpec, device: torch.device, met: Sequence[Peer], outcome: Outcome
+) -> None:
     """Write the result of the run: the record, and from it the summary for TensorBoard and logging services."""
 
     def finish(written: dict[str, Any]) -> Written:
@@ -50,6 +53,33 @@ def write_result(attempt: Attempt, device: torch.device, met: Sequence[Peer], ou
     if done.get("steps"):
         for log in outcome.logs:
             log.finish(done, closes=not outcome.profiles)
+    if outcome.stopped and outcome.saved:
+        _requeue(attempt, spec.config.cluster, done, outcome.stopped)
+
+
+def _requeue(attempt: Attempt, cluster: config.Cluster, done: Written, stopped: str) -> None:
+    """Have SLURM requeue the job of a run that has saved, if that is allowed; the run's record then stays open.
+
+    Only for the signal that SLURM sends ahead of a time limit: SIGTERM means that a user cancelled the job, and SLURM
+    itself requeues a job that it preempts.
+    """
+    if not (isinstance(cluster, config.Slurm) and cluster.requeue and stopped.startswith("SIGUSR2")):
+        return
+    restarts = slurm.restarts(os.environ)
+    if restarts >= cluster.max_requeues:
+        limit = f"{stopped}; not requeued: cluster.max_requeues={cluster.max_requeues} is reached"
+        attempt.amend(lambda _: record.stopped(done, limit))
+        return
+    # Before the requeue: SLURM leaves no time afterwards.
+    attempt.amend(lambda _: record.requeued(done, restarts + 1, cluster.max_requeues))
+    if cluster.container.image and (sweep := ledger.sweep_of(attempt.directory)):  # see submission.Array.script
+        (sweep / f"{slurm.REQUEUE}{os.environ['SLURM_JOB_ID']}").touch()
+        return
+    try:
+        slurm.requeue(slurm_job(os.environ) or "")
+    except SlurmError as error:
+        why = f"{stopped}; it could not be requeued: {error}"
+        attempt.amend(lambda _: record.stopped(done, why))
 
 
 def update_record(attempt: Attempt, results: Results) -> None:

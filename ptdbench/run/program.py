@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ptdbench.profiling.kernels import kernel_kind
+from ptdbench.profiling.kernels import by_kind
 from ptdbench.records import accounts, record, schema, store
 from ptdbench.records.run_record import RunRecord, typed
 from ptdbench.records.schema import FirstStep, Messages, Virtual
@@ -133,9 +132,7 @@ def _of_processes(machine: Machine, reports: Sequence[Mapping[str, Any]], which:
         step = report.get(which) or report.get("total") or {}
         peaks = step.get("allocated", {})
         for number, device in report["devices"].items():
-            kernels, messages = Counter[str](), step.get("calls", {})
-            for name, count in step.get("kernels", {}).items():
-                kernels[kernel_kind(name)] += count
+            kernels, messages = by_kind(step.get("kernels", {})), step.get("calls", {})
             yield Virtual(
                 device=machine.gpu_name,
                 ranks=[report["rank"] if report["rank"] >= 0 else place],

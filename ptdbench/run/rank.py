@@ -121,7 +121,7 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
             met = peers.gather_peers(world, device)
         watch.lap("rendezvous")
         note = partial(ending.update_record, attempt)
-        conclude = partial(ending.write_result, attempt, device, met)
+        conclude = partial(ending.write_result, attempt, spec, device, met)
         display.phase("working")  # until the workload sets a more specific phase
         workload: Workload = choices.build(spec.config, "workload")
         at = attempt.directory

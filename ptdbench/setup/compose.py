@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -39,11 +40,23 @@ from ptdbench.terminal import command, plain
 #: Hydra's exceptions for an invalid command line or file; :func:`_compose` converts further ones to these.
 _REFUSALS = (HydraException, OmegaConfBaseException, ValueError, IndexError)
 
+#: Prefixes of a launcher's choice and options.
+_LAUNCHERS = (LAUNCHER, "hydra.launcher.")
+
 #: Hydra's message if a choice overrides choices inside its own package, which has none.
 _MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.")
 
 #: Modules of the callables in ``conf/`` whose options are all there.
 _SHIPPED = re.compile(r"torch\.|ptdbench\.(?!examples\.)")
+
+#: What to type for names that other programs give to layouts; as choices, a glob would run these twice.
+_ELSEWHERE = {
+    "parallel=dp": "ddp",
+    "parallel=pp": "pdp",
+    "parallel=zero2": "fsdp parallel.reshard_after_forward=false",
+    "parallel=zero3": "fsdp",
+    "parallel=none": "single",
+}
 
 #: Prefix of a sweep's lists that are defined in a file.
 _PARAMS = "hydra.sweeper.params"
@@ -76,6 +89,7 @@ class Source:
                     raise ConfigError([Problem(flag, given, f"there is no such folder (it would be {folder})")])
             if self.extra is not None:
                 search_in(Path(self.extra).resolve())
+            _set_sweepers()
             yield
 
 
@@ -85,15 +99,25 @@ def source(arguments: argparse.Namespace) -> Source:
     return Source(conf, arguments.config_name or "config", arguments.config_dir)
 
 
+def _set_sweepers() -> None:
+    """Let sweepers follow the objective and take failed runs as results, unless a file or the command line differs."""
+    store = ConfigStore.instance()
+    for name in store.list(SWEEPER):
+        if name.endswith(".yaml") and "direction" in (plugin := store.load(f"{SWEEPER}/{name}")).node:
+            plugin.node.direction, plugin.node.max_failure_rate = "${direction:${objective}}", 1.0
+            store.store(name, plugin.node, SWEEPER, plugin.package, plugin.provider)
+
+
 @dataclass(frozen=True)
 class Composed:
     """The configurations of a command line."""
 
-    wholes: list[DictConfig]  #: Every run's configuration with Hydra's own node.
+    wholes: list[DictConfig]  #: Every run's configuration with Hydra's own node; for a search, some possible runs.
     overrides: list[list[str]]  #: The overrides of each run, without Hydra's own options.
     is_sweep: bool  #: Whether they are a sweep.
     typed: list[str]  #: The overrides typed for all runs, without Hydra's own options except those of its sweeper.
     source: Source  #: The source that they were composed from.
+    searches: bool  #: Whether Hydra's sweeper chooses each run by the results of the earlier ones.
 
     @cached_property
     def configs(self) -> list[Config]:
@@ -129,6 +153,11 @@ class Composed:
         return options
 
     @property
+    def sweeper(self) -> str:
+        """The choice of sweeper."""
+        return str(self.hydra.runtime.choices.get(SWEEPER))
+
+    @property
     def directory(self) -> Path:
         """The output directory that the command line asks for."""
         return Path(self.hydra.sweep.dir if self.is_sweep else self.hydra.run.dir).expanduser()
@@ -138,11 +167,15 @@ class Composed:
         """The template of the runs' directories below that of their sweep, with interpolations."""
         return str(self.hydra.sweep._get_node("subdir")._value())
 
-    def sweep(self) -> DictConfig:
-        """Return Hydra's configuration of the sweep, with its lists of values; only within :meth:`Source.open`."""
+    def sweep(self, instead: Sequence[str] = ()) -> DictConfig:
+        """Return Hydra's configuration of the whole sweep, whose overrides include the lists of values.
+
+        Only within :meth:`Source.open`. ``instead`` are Hydra options that replace those of the launcher.
+        """
         loader = GlobalHydra.instance().config_loader()
         ours = [word for word in self.typed if not option(word).startswith(("hydra.", "hydra/"))]
-        return loader.load_configuration(self.source.name, [*ours, *self.hydras], RunMode.MULTIRUN)
+        hydras = [word for word in self.hydras if not (instead and option(word).startswith(_LAUNCHERS))]
+        return loader.load_configuration(self.source.name, [*ours, *hydras, *instead], RunMode.MULTIRUN)
 
 
 def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source | None = None) -> Composed:
@@ -168,17 +201,12 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
                 first.hydra.overrides.hydra.append("hydra.mode=RUN")
                 hydras.append("hydra.mode=RUN")
             is_sweep = first.hydra.mode == RunMode.MULTIRUN
-            if (sweeper := first.hydra.runtime.choices.get(SWEEPER)) != "basic":
-                rule = "chooses runs by results, and those of a sweep are known and checked before the first one"
-                require(Problem(SWEEPER, sweeper, rule, "omit it, and give lists of values"))
+            searches = is_sweep and first.hydra.runtime.choices.get(SWEEPER) != "basic"
 
             def composed(job: Sequence[str]) -> DictConfig:
                 return first if job == corner else _compose(source.name, [*hydras, *job])
 
-            require(*_swept(ours, is_sweep))
-            runs = [*_expanded(composed, _jobs(ours), is_sweep)]
-            sweeps = [_of_sweep(whole) for _, whole in runs]
-            require(next(differing(sweeps, "a sweep has one", "start one sweep for each"), None))
+            runs = _runs(composed, ours, is_sweep, searches)
         except _REFUSALS as error:
             if isinstance(error, ConfigError):
                 raise
@@ -186,7 +214,23 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
         of_sweeper = (SWEEPER, "hydra.sweeper.")
         typed = [_line(it) for it in parsed if not it.is_hydra_override() or it.key_or_group.startswith(of_sweeper)]
         jobs, wholes = [job for job, _ in runs], [whole for _, whole in runs]
-        return Composed(wholes, jobs, is_sweep, typed, source)
+        return Composed(wholes, jobs, is_sweep, typed, source, searches)
+
+
+def _runs(
+    composed: Callable[[Sequence[str]], DictConfig], ours: Sequence[Override], is_sweep: bool, searches: bool
+) -> list[tuple[list[str], DictConfig]]:
+    """Compose the runs, or some that stand for those of a search; refuse several values of what a sweep has once."""
+    once = []
+    if searches:  # the sweeper gets what does not depend on its choices, and with it the lists of files
+        once.append(composed([_line(override) for override in ours if not override.is_sweep_override()]))
+        runs = [(job, composed(job)) for job in _possible([*_parse(_lists(once[0])), *ours])]
+    else:
+        require(*_swept(ours, is_sweep))
+        runs = [*_expanded(composed, _jobs(ours), is_sweep)]
+    sweeps = [_of_sweep(whole, searches) for whole in (*once, *(whole for _, whole in runs))]
+    require(next(differing(sweeps, "a sweep has one", "start one sweep for each"), None))
+    return runs
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
@@ -269,6 +313,14 @@ def _jobs(overrides: Sequence[Override]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*_values(overrides))]
 
 
+def _possible(overrides: Sequence[Override]) -> list[list[str]]:
+    """List runs that a search may choose: with the first and last value of each list, and each choice of a group."""
+    groups = _groups()
+    each = [words if option(words[0]) in groups else [words[0], words[-1]] for words in _values(overrides)]
+    longest = max(map(len, each), default=1)
+    return [[words[min(place, len(words) - 1)] for words in each] for place in range(longest)]
+
+
 def _lists(whole: DictConfig) -> list[str]:
     """Return the lists of values that files define for a sweep, as they would be typed."""
     return expand_shorthands(f"{name}={value}" for name, value in (whole.hydra.sweeper.get("params") or {}).items())
@@ -292,15 +344,17 @@ def _expanded(
         yield from _expanded(composed, [[*values, *job] for values in _jobs(parsed) for job, _ in runs], is_sweep)
 
 
-def _of_sweep(whole: DictConfig) -> dict[str, Any]:
+def _of_sweep(whole: DictConfig, searches: bool) -> dict[str, Any]:
+    """Return the options that a sweep has once, as they are written; in a search, its lists are among them."""
     written: Any = OmegaConf.to_container(whole, resolve=False)
     hydra, cluster = written["hydra"], written["cluster"]
-    hydra["sweeper"].pop("params", None)
-    chosen = {group: hydra["runtime"]["choices"].get(group) for group in ("cluster", LAUNCHER)}
+    if not searches:
+        hydra["sweeper"].pop("params", None)
+    chosen = {group: hydra["runtime"]["choices"].get(group) for group in ("cluster", LAUNCHER, SWEEPER)}
     parts = {"launcher": hydra["launcher"], "sweeper": hydra["sweeper"], "sweep": hydra["sweep"]}
     ours = {group: written[group] for group in ("sweep", "repeat")}
     once = {"cluster": {"submit": cluster.get("submit")}, **ours, "hydra": parts}
-    return {**chosen, **dict(leaves(once))}
+    return {**chosen, **dict(leaves(once)), **({"objective": written["objective"]} if searches else {})}
 
 
 def _line(override: Override) -> str:
@@ -326,7 +380,9 @@ def _unfit(overrides: Sequence[Override]) -> Iterator[Problem]:
 def _swept(overrides: Sequence[Override], is_sweep: bool) -> Iterator[Problem]:
     for override in overrides:
         if isinstance(override.value(), IntervalSweep):
-            yield Problem(override.key_or_group, _typed_value(override), "is a range", "give a list of values")
+            rule = "is a range, from which only a sweeper that searches can choose"
+            remedy = f"add -m {SWEEPER}=optuna, or give a list of values"
+            yield Problem(override.key_or_group, _typed_value(override), rule, remedy)
         if override.is_sweep_override() and not is_sweep:
             rule = "is a list of values, each a run of its own"
             yield Problem(override.key_or_group, _typed_value(override), rule, "add -m to sweep")
@@ -359,7 +415,9 @@ def _problem(config_name: str, override: Override, word: str, sound: Sequence[st
     if misplaced := _MISPLACED.match(str(refused)):
         return _of_no_package(misplaced[1], misplaced[2])
     if choices and value not in choices and not (override.package or override.is_delete()):
-        return Problem(name, value, "there is no such choice", try_these(nearest(value, choices) or choices))
+        other = _ELSEWHERE.get(f"{name}={value}")
+        remedy = f"try {other}" if other else try_these(nearest(value, choices) or choices)
+        return Problem(name, value, "there is no such choice", remedy)
     if choices and override.is_add():
         return Problem(word.partition("=")[0], typed, "it already has a choice", f"try {in_shell(name, typed)}")
     if choices or "To append" not in str(refused):

@@ -15,7 +15,7 @@ from ptdbench.kernels.choice import Kernels
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import store
 from ptdbench.records.effects import OF_CHOICE, leaves
-from ptdbench.records.record import configuration
+from ptdbench.records.record import DIRECTIONS, Objective, configuration
 from ptdbench.records.schema import Written
 from ptdbench.setup import signature
 from ptdbench.setup.signature import Limit, at_least
@@ -50,6 +50,9 @@ OmegaConf.register_new_resolver("class_name", lambda target: str(target).rpartit
 
 # Resolver for conf/: names may be any text, but a run's directory must stay inside the output folder.
 OmegaConf.register_new_resolver("file_name", store.file_name, replace=True)
+
+# Resolver for the options of a sweeper: whether it minimizes or maximizes the objective.
+OmegaConf.register_new_resolver("direction", DIRECTIONS.__getitem__, replace=True)
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,7 @@ class Slurm(Cluster):
     mem_gb: Memory | None
     exclusive: bool
     requeue: bool
+    max_requeues: Natural
     mail_user: str | None
     mail_type: str | None
     dependency: str | None
@@ -173,6 +177,7 @@ class General:
     reshape: bool
     timeout_minutes: Minutes | None
     check: bool
+    objective: Objective
     memory_reserve: Reserve | None
 
 

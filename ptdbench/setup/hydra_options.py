@@ -1,4 +1,4 @@
-"""Checks of Hydra's own options: the launcher, and options that would have no effect."""
+"""Checks of Hydra's own options: the launcher, the sweeper, and options that would have no effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ptdbench.grouping import grouped
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, as_typed, first_line, in_shell, require
 from ptdbench.records.effects import leaves
-from ptdbench.setup.commandline import LAUNCHER, values
+from ptdbench.setup.commandline import LAUNCHER, SWEEPER, values
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.runs import numbered
@@ -38,13 +38,15 @@ LAUNCHERS = ("basic", "submitit_slurm")
 
 
 def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
-    """Refuse options without effect, and a launcher that does not fit."""
+    """Refuse options without effect, a launcher that does not fit, and a search that could not work."""
     require(*unresolved(composed))
     require(*(problem for whole in composed.wholes for problem in _without_effect(whole.hydra)))
     require(_elsewhere(composed) if goes_on is None else None)
     _check_launcher(composed, world)
     if composed.is_sweep:
         require(_misplaced(composed))
+    if composed.searches:
+        require(*_unfit_for_search(composed, goes_on))
 
 
 def unresolved(composed: Composed) -> Iterator[Problem]:
@@ -86,7 +88,7 @@ def _misplaced(composed: Composed) -> Problem | None:
         rule = "is not below the directory of the sweep"  # whose results would lack them
         return Problem("hydra.sweep.subdir", place, rule, "give a directory below it, or another hydra.sweep.dir")
     template = composed.subdirectories
-    if "job.num" in template:  # as it has by default
+    if composed.searches or "job.num" in template:  # as it has by default
         return None
     places = (str(numbered(whole, number).hydra.sweep.subdir) for number, whole in enumerate(composed.wholes))
     named = grouped((place, number) for number, place in enumerate(places))
@@ -136,3 +138,27 @@ def _of_launcher(composed: Composed) -> dict[str, str]:
     own = {f"hydra.launcher.{name}": as_typed(value) for name, value in ours.items() if value != default.get(name)}
     own |= values(composed.hydras)
     return {name: value for name, value in own.items() if name.startswith("hydra.launcher.")}
+
+
+def _unfit_for_search(composed: Composed, goes_on: Path | None) -> Iterator[Problem]:
+    """Yield problems that would prevent a search from working.
+
+    The basic sweeper's runs are known when the command line is read. Those of a search are not: two runs, with the
+    first and with the last value of everything searched, stand for all and are checked before anything starts.
+    """
+    name, first = composed.sweeper, composed.configs[0]
+    if isinstance(first.cluster, Slurm) and first.cluster.submit == "detach":
+        rule = f"{SWEEPER}={name} needs the results of its jobs before it can choose the next ones"
+        yield Problem("cluster.submit", "detach", rule, "try wait")
+    for virtual in (config.call("virtual").name for config in composed.configs if "virtual" in config.resolved):
+        rule = f"a virtual GPU computes nothing and takes no time, so {SWEEPER}={name} has nothing to go by"
+        yield Problem("virtual", virtual, rule, "try a sweep of lists, or virtual=none")
+    if first.sweep.same_nodes:
+        rule = f"{SWEEPER}={name} chooses each run by earlier results, and the runs of one job are chosen at once"
+        yield Problem("sweep.same_nodes", as_typed(True), rule, "omit it")
+    sweeper: Any = OmegaConf.to_container(composed.hydra.sweeper, resolve=False)
+    is_seeded = any(option.rpartition(".")[2] == "seed" and value is not None for option, value in leaves(sweeper))
+    if goes_on and not is_seeded:
+        rule = f"its values were drawn without a seed, and {name} would draw others now"
+        remedy = "start another sweep; one that can be resumed sets hydra.sweeper.sampler.seed"
+        yield Problem("sweep.resume", goes_on, rule, remedy)

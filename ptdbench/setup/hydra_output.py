@@ -87,7 +87,8 @@ def _as_typed(text: str) -> str:
 def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
     """Print the configuration of every run as Hydra does; return 0. Raises ConfigError for an unknown package."""
     several = composed.is_sweep and len(composed.overrides) > 1
-    for number, (whole, overrides) in enumerate(zip(composed.wholes, composed.overrides, strict=True)):
+    shown = composed.wholes[:1] if composed.searches else composed.wholes
+    for number, (whole, overrides) in enumerate(zip(shown, composed.overrides, strict=False)):
         if several:
             echo(f"{'---' + chr(10) if number else ''}# run {number}: {' '.join(overrides)}")
         echo(_shown(copy.deepcopy(whole), arguments).removesuffix("\n"))

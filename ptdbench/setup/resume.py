@@ -140,7 +140,9 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
 def _hydras(path: Path, others: Iterable[str]) -> list[str]:
     """Return the overrides of Hydra's own options in one of Hydra's files, except options that the others set."""
     found = _of_hydra(path, "hydra.overrides.hydra")
-    return _without(as_written(found) if isinstance(found, ListConfig) else [], others)
+    words = as_written(found) if isinstance(found, ListConfig) else []
+    # Searches record the internal launcher, which cannot be typed.
+    return [word for word in _without(words, others) if word != "hydra/launcher=ptdbench"]
 
 
 def _of_hydra(path: Path, option: str) -> Any:

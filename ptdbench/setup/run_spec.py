@@ -20,7 +20,7 @@ from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch.world import LAUNCHERS, THIS_MACHINE, Place, World
 from ptdbench.models.materialize import parameter_count
-from ptdbench.models.protocol import module_of
+from ptdbench.models.protocol import module_of, only_loss
 from ptdbench.parallel import fp8
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
@@ -129,13 +129,15 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     found.catch(lambda: require(*_in_vain(config, trains or workload is None)))
     found.catch(_check_logger, config, trains)
     on_gpu = device_type == "cuda"
-    trained = found.catch(training_spec.specify, config, world_size, on_gpu=on_gpu) if trains else None
+    nodes = _nodes(config, world)
+    trained = found.catch(training_spec.specify, config, world_size, nodes=nodes, on_gpu=on_gpu) if trains else None
     size = trained.layout.dims.world_size if trained else found.catch(world_size, lambda available: available)
     found.catch(lambda: require(*_unfit_for_search(config, world, virtual)))
     if virtual and size:
         found.catch(virtual.check_ranks, size)
     backend = _backend(config, device_type)
     if trained:
+        found.catch(lambda: require(*_unclassified(config, trained)))
         found.catch(_check_fp8, config, trained)
         found.catch(trained.check_backend, backend, device_type)
     if workload and size:
@@ -265,6 +267,9 @@ def _in_vain(config: Config, trains: bool) -> Iterator[Problem]:
     return broken([
         (requeues and config.checkpoint.every_steps is None, "cluster.requeue", True,
          "a requeued run continues from its last checkpoint, and this one saves none", "give checkpoint.every_steps"),
+        (general.objective != "throughput" and config.eval.every is None, "objective", general.objective,
+         "is measured on held-out samples, and eval.every=null never evaluates",
+         f"try eval.every={config.train.steps}"),
         (general.check and not trains, "check", True,
          f"comes before training, and workload={workload} does not train", "try workload=check"),
     ])  # fmt: skip
@@ -291,6 +296,19 @@ def _unfit_for_search(config: Config, world: World | None, virtual: Machine | No
          "is found by timing runs, and virtual GPUs take no time", "try max"),
         (wanted in ("max", "best") and launcher in LAUNCHERS, "train.micro_batch", wanted,
          f"is found by short runs, each with fresh ranks, and {launcher} has started these once", remedy),
+    ])  # fmt: skip
+
+
+def _unclassified(config: Config, training: TrainingSpec) -> Iterator[Problem]:
+    """Yield a problem of accuracy as the objective of samples without classes, or of a model without outputs."""
+    targets, is_wanted = training.data.example()[1], config.general.objective == "held_out_accuracy"
+    data, model = config.call("data").name, config.call("model").name
+    return broken([
+        (is_wanted and (targets.dim() != 1 or targets.is_floating_point()), "objective", "held_out_accuracy",
+         f"the samples of data={data} have no classes", "try held_out_loss"),
+        (is_wanted and only_loss(training.model), "objective", "held_out_accuracy",
+         f"forward() of model={model} takes targets and returns a loss alone",
+         "try held_out_loss, or give targets the default None"),
     ])  # fmt: skip
 
 
@@ -330,6 +348,14 @@ def _world_size(
         require(Problem("cluster.nodes", nodes, "this machine is one node", remedy))
     count = 1 if nodes == "auto" else nodes
     return rule(count * available) if ranks == "auto" else count * ranks
+
+
+def _nodes(config: Config, world: World | None) -> int:
+    """Return the number of nodes; of a launcher that does not tell, as many as ranks like those of this one fill."""
+    if world:
+        return world.nodes or max(world.size // world.local_size, 1)
+    nodes = config.resolved["cluster"].get("nodes", "auto")  # not from config.cluster, where another may be wrong
+    return nodes if isinstance(nodes, int) and nodes > 0 else 1
 
 
 def _differing(config: Config, world: World) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.records import store
 from ptdbench.records.effects import OF_CHOICE, short_names
 from ptdbench.setup.commandline import as_written, option, values
-from ptdbench.setup.compose import Composed
+from ptdbench.setup.compose import Composed, without_hydra
 from ptdbench.setup.config import Config, Repeat, Slurm
 from ptdbench.terminal import plural
 
@@ -72,7 +72,10 @@ class Run:
 
 
 def of(composed: Composed, repeats: bool = True) -> list[Run]:
-    """Return the runs of a command line; without ``repeats``, each configuration is one run."""
+    """Return the runs of a command line; for a search, the possible runs that stand for its own.
+
+    Without ``repeats``, each configuration is one run.
+    """
     if not composed.is_sweep:
         return [_read(composed.wholes[0], composed.configs[0], composed.typed, 0, None, None)]
     count = len(composed.wholes)
@@ -80,6 +83,11 @@ def of(composed: Composed, repeats: bool = True) -> list[Run]:
     parts = [*zip(composed.wholes, composed.configs, composed.overrides, strict=True)]
     unnamed = [_read(*parts[place], place, number, block) for number, (place, block) in enumerate(ordered)]
     return [_named(run, composed.swept) for run in unnamed]
+
+
+def of_search(composed: Composed, whole: DictConfig, overrides: Sequence[str], number: int) -> Run:
+    """Return the run that a sweeper has just chosen, of a configuration with Hydra's own node."""
+    return _named(_read(whole, without_hydra(whole), overrides, number, number, None), composed.swept)
 
 
 def _named(run: Run, swept: Collection[str]) -> Run:

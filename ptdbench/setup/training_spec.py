@@ -26,7 +26,6 @@ from ptdbench.parallel import batch, conflicts
 from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.comm_volume import CommModel, Size, comm_bytes
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Engine, MakeOptimizer
 from ptdbench.parallel.footprint import StateBytes, footprints
@@ -87,34 +86,11 @@ class TrainingSpec:
         formats: Any = {"precision": general.precision, "kernels": general.kernels}
         return footprints(*parts, **formats, pinned=self.pinned)
 
-    def volume(self, *, forced: bool = False) -> dict[str, Size]:
-        """Return the bytes of communication in a step by formula, by operation; only before :meth:`engine`.
-
-        With ``forced``, tokens are routed to the experts in turn, as on virtual GPUs.
-        """
-        general = self.config.general
-        work = CommModel(
-            model=self.model,
-            example=self.data.example(),
-            layout=self.layout,
-            options=self.strategy,
-            precision=general.precision,
-            kernels=general.kernels,
-            recomputes=not isinstance(self.activations, Keep),
-            gathers=self.gathers,
-            forced=forced,
-        )
-        return comm_bytes(work)
-
-    @property
-    def gathers(self) -> int:
-        """Bytes per element that the optimizer gathers of each sharded matrix; 0: it gathers nothing."""
-        return getattr(self.optimizer(_of_one_number(module_of(self.model))), "gathers", 0)
-
     def check_backend(self, backend: str, device_type: str) -> None:
         """Raise ConfigError for a backend that lacks messages of this layout for tensors of such devices."""
         if (backend, device_type) == ("gloo", "cuda"):
-            gathers = self.gathers > 0 and self.config.general.offload == "none"
+            optimizer = self.optimizer(_of_one_number(module_of(self.model)))
+            gathers = getattr(optimizer, "gathers", False) and self.config.general.offload == "none"
             rows = conflicts.of_gloo(self.strategy, self.layout.dims, self.model, gathers=gathers)
             require(next(conflicts.problems(self.strategy, rows, backend), None))
         general = self.config.general
@@ -137,7 +113,7 @@ class TrainingSpec:
     @property
     def communicators(self) -> int:
         """Number of NCCL communicators of a rank."""
-        return self.strategy.communicators(self.layout.dims)
+        return self.layout.dims.communicators
 
     def parts_of_stages(self) -> list[list[str]] | None:
         """Return each stage's parts other than repeated layers, before :meth:`engine`; ``None`` without a pipeline."""
@@ -198,11 +174,13 @@ def build(config: Config, layout: BatchPlan, *, on_gpu: bool, counts: bool) -> T
     return TrainingSpec(config, *parts, model.tied(), pinned, flops)
 
 
-def specify(config: Config, world_size: Callable[[Callable[[int], int]], int], *, on_gpu: bool = False) -> TrainingSpec:
+def specify(
+    config: Config, world_size: Callable[[Callable[[int], int]], int], *, nodes: int = 1, on_gpu: bool = False
+) -> TrainingSpec:
     """Specify a training run.
 
-    ``world_size`` returns the number of ranks, given the strategy's rule for how many devices to use; ``on_gpu`` says
-    whether these are GPUs.
+    ``world_size`` returns the number of ranks, given the strategy's rule for how many devices to use; ``nodes`` is the
+    number of their nodes, and ``on_gpu`` says whether these are GPUs.
 
     Raises:
         ConfigError: With all problems, as far as one can be checked in the presence of another.
@@ -222,7 +200,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int], *
     def layout() -> BatchPlan:
         assert strategy
         asked, size = config.train, world_size(strategy.ranks)
-        dims = under("parallel", strategy.dims, size, model)
+        dims = under("parallel", strategy.dims, size, model, nodes)
         # A micro-batch that must be searched for is not known yet; the search makes its own layouts.
         micro_batch: int | Literal["auto"] = asked.micro_batch if isinstance(asked.micro_batch, int) else "auto"
         under("train", batch.check_share, dims.batch, asked.global_batch, micro_batch)

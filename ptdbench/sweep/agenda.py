@@ -28,7 +28,7 @@ from ptdbench.terminal import echo
 class SweepEta:
     """The headings of a sweep's runs, with the remaining time estimated by the mean duration of successful runs.
 
-    With ``is_whole`` false, it is not known how many runs there will be.
+    In a search, the runs are those chosen so far, and more will follow (``is_whole`` is false).
     """
 
     def __init__(self, runs: Sequence[Run], is_whole: bool = True) -> None:
@@ -45,7 +45,7 @@ class SweepEta:
     def heading(self, number: int) -> Heading:
         """Return the heading of a run's display, with its place in the sweep."""
         run = self._runs[number]
-        if not self._titles:
+        if run.alternative not in self._titles:  # a search adds some
             distinct = {run.alternative: run for run in self._runs}  # shared by repeats
             drafts = [typed(draft(run, Path())) for run in distinct.values()]
             self._titles = dict(zip(distinct, titles(drafts), strict=True))
@@ -75,6 +75,7 @@ class Agenda:
     #: Directories of runs whose jobs are still in the queue, which execute them.
     queued: frozenset[str] = frozenset()
     is_sweep: bool = True  #: Whether it is more than a single run.
+    searches: bool = False  #: Whether Hydra's sweeper chooses runs by results: they are then added one by one.
     #: Decides after which block of repeats to stop; ``None`` if all runs are executed.
     stopping: StoppingRule | None = None
     skipped: list[str] = field(default_factory=list)  #: Runs that could not be executed in their directories.
@@ -85,6 +86,8 @@ class Agenda:
         composed: Composed, runs: Sequence[Run], directory: Path, only: str | None, queued: frozenset[str] = frozenset()
     ) -> Agenda:
         """Return the agenda of a command line."""
+        if composed.searches:
+            return Agenda(directory, only=only, queued=queued, searches=True)
         repeat = composed.configs[0].repeat
         stopping = StoppingRule(repeat) if repeat.runs == "auto" and repeat.block is None else None
         return Agenda(directory, [*runs], only, queued, composed.is_sweep, stopping=stopping)
@@ -92,7 +95,7 @@ class Agenda:
     @property
     def is_open(self) -> bool:
         """Whether results decide which runs are executed, so that their number is not known in advance."""
-        return self.stopping is not None
+        return self.searches or self.stopping is not None
 
     @cached_property
     def eta(self) -> SweepEta:
@@ -119,10 +122,11 @@ class Agenda:
         """Write the record of a run and Hydra's files, and return the run; ``None`` if it must not be executed.
 
         Left out are runs that are done, in the queue or not requested; with a message those that another process
-        executes, or that have checkpoints of other options. A refused run gets a row in the results.
+        executes, or that have checkpoints of other options; and in a search those that failed. A refused run gets a row
+        in the results.
 
         Raises:
-            ConfigError: The run is a single one, and it cannot be executed in its directory.
+            ConfigError: The run is one of a search or a single one, and it cannot be executed in its directory.
             OSError: The record cannot be written.
         """
         run = self.runs[number]
@@ -135,7 +139,7 @@ class Agenda:
             self._write(run)
             hydra_output.write_files(run, self.place(run), self.directory if self.is_sweep else None)
         except ConfigError as held:
-            if not self.is_sweep:
+            if self.searches or not self.is_sweep:  # the next runs depend on this one
                 raise
             echo(f"{held}; skipped", sys.stderr)
             self.skipped.append(run.subdirectory)
@@ -155,8 +159,9 @@ class Agenda:
         return self._is_done(run)
 
     def _is_done(self, run: Run) -> bool:
-        """Return whether a run has ended, and would end alike again."""
-        return (self.place(run) / store.RECORD).exists() and record.is_done(self.place(run), run.config.resolved)
+        """Return whether a run is ok, or has failed in a search, whose sweeper would draw other values after it."""
+        is_there = (self.place(run) / store.RECORD).exists()
+        return is_there and record.is_done(self.place(run), run.config.resolved, or_failed=self.searches)
 
     def _count(self, run: Run) -> None:
         """Add a run that is done to the results, if the process that executed it was killed before that."""
@@ -186,11 +191,14 @@ class Agenda:
     def _compare(self, directory: Path, earlier: RunRecord, draft: Written) -> None:
         """Report that a run was done with other options.
 
-        Raises ConfigError if it would resume from their checkpoint.
+        Raises ConfigError if it would resume from their checkpoint, or replace a result that a search went by.
         """
         was, now = earlier.config, record.configuration(draft)
         if (other := record.work_difference(was, now)) is None:
             return
+        if self.searches and not earlier.is_interrupted:
+            rule = f"was done with other options, {other}, and the sweeper chooses other values now"
+            require(Problem("directory", directory, rule, "start another search"))
         shape = options_affecting("shape")  # that of a checkpoint is compared by itself
         if checkpoint_dir.latest_manifest(directory) and not record.same_where_both(was, now, shape):
             rule = f"has checkpoints of other options, {other}"

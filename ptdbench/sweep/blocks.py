@@ -15,6 +15,7 @@ from ptdbench.problems import Problem, require
 from ptdbench.records import store
 from ptdbench.report.labels import names
 from ptdbench.setup import runs
+from ptdbench.setup.commandline import SWEEPER
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Repeat, Slurm
 from ptdbench.terminal import command, echo, plural
@@ -53,6 +54,9 @@ def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
     times = repeat.runs
     if not composed.is_sweep:
         return Problem("repeat.runs", times, "several runs are a sweep", f"add -m, as in {command()} -m repeat={times}")
+    if composed.searches:
+        rule = f"{SWEEPER}={composed.sweeper} chooses each run by the results of others, and repeats none"
+        return Problem("repeat.runs", times, rule, "omit it, and repeat the best runs in a sweep of their own")
     if repeat.block is not None and repeat.block >= runs.blocks(repeat):
         rule = f"there are {runs.blocks(repeat)} blocks, which count from 0"
         return Problem("repeat.block", repeat.block, rule, "omit it for all of them")

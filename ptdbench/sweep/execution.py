@@ -1,19 +1,35 @@
-"""Execution of a sweep's runs: by this process, or by SLURM."""
+"""Execution of a sweep's runs: in this process, in one process after the other, or by SLURM.
+
+The runs are those of the command line, or those that one of Hydra's sweepers chooses by the results of earlier ones.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
+from hydra.types import HydraContext
+from omegaconf.errors import OmegaConfBaseException
+
+from hydra_plugins import ptdbench_launcher
 from ptdbench.launch.world import discover
-from ptdbench.records import store
+from ptdbench.problems import ConfigError, Problem, first_line
+from ptdbench.records import record, store
 from ptdbench.report.display import headed
 from ptdbench.report.remarks import reason
 from ptdbench.run import followers
+from ptdbench.setup import hydra_output
+from ptdbench.setup import runs as setup_runs
+from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, quoted
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.runs import Run
+from ptdbench.sweep import requests
 from ptdbench.sweep.agenda import Agenda
 from ptdbench.terminal import echo
 
@@ -22,13 +38,18 @@ Executor = Callable[[Iterable[Run]], None]
 
 
 def run_all(agenda: Agenda, composed: Composed) -> None:
-    """Execute runs, batch by batch, until the stopping rule ends a sweep."""
+    """Execute runs that are known in advance, batch by batch, until the stopping rule ends a sweep."""
     execute = executor(agenda, composed)
     for numbers in agenda.batches():
         if agenda.is_settled(numbers[0]):
             return
         agenda.eta.to_come = agenda.to_do(numbers)
-        execute(run for number in numbers if (run := agenda.open(number)))  # each when it is reached
+        execute(opened(agenda, numbers))
+
+
+def opened(agenda: Agenda, numbers: Iterable[int]) -> Iterator[Run]:
+    """Open these runs lazily, without those that must not be executed."""
+    return (run for number in numbers if (run := agenda.open(number)))
 
 
 def executor(agenda: Agenda, composed: Composed) -> Executor:
@@ -78,3 +99,59 @@ class _BySlurm:
             watch.announce(self._agenda.directory, submitted)
         if self._agenda.is_open and (submitted or self._agenda.queued - self._told):
             self._told = watch.follow(self._agenda.directory, self._told)
+
+
+class NoObjective(Exception):
+    """A run of a search has no value of the objective."""
+
+
+def search(agenda: Agenda, composed: Composed) -> None:
+    """Let the sweeper choose runs until it is done: execute each batch, and report the objectives to the sweeper.
+
+    Raises:
+        ConfigError: The sweeper failed, or a run that it chose cannot be composed or submitted.
+    """
+    execute = executor(agenda, composed)
+    with composed.source.open():
+        loader = GlobalHydra.instance().config_loader()
+        handed = [f"{LAUNCHER}={ptdbench_launcher.NAME}", f"hydra.sweep.dir={quoted(str(agenda.directory))}"]
+        sweep = composed.sweep(instead=handed)
+        hydra_output.write_multirun(composed.sweep(), agenda.directory)  # as it was typed, so that it can be resumed
+
+        def carry_out(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
+            for words in job_overrides:
+                try:
+                    whole = loader.load_sweep_config(sweep, list(words))
+                except (HydraException, OmegaConfBaseException) as error:
+                    rule = first_line(error)
+                    raise ConfigError([Problem("command line", " ".join(words), rule)]) from None
+                agenda.runs.append(requests.of_search(setup_runs.of_search(composed, whole, words, len(agenda.runs))))
+            numbers = range(first, first + len(job_overrides))
+            execute(opened(agenda, numbers))
+            return [_outcome(agenda, number) for number in numbers]
+
+        Plugins.instance().register(ptdbench_launcher.HandOver)
+        try:
+            context = HydraContext(loader, None)  # type: ignore[arg-type]  # Hydra calls no callbacks here
+            sweeper = Plugins.instance().instantiate_sweeper(
+                config=sweep,
+                hydra_context=context,
+                task_function=carry_out,  # type: ignore[arg-type]
+            )
+            sweeper.sweep(arguments=as_written(sweep.hydra.overrides.task))
+        except (ConfigError, OSError):
+            raise
+        except Exception as error:
+            rule = f"ended early: {' '.join(str(error).split())}"
+            raise ConfigError([Problem(SWEEPER, composed.sweeper, rule)]) from error
+
+
+def _outcome(agenda: Agenda, number: int) -> JobReturn:
+    """Return, for the sweeper, the objective in a run's record, or why it has none."""
+    words, directory = agenda.runs[number].overrides, agenda.place(agenda.runs[number])
+    ended = store.read_record(directory)
+    wanted = ended.option("objective", str)
+    if (value := record.objective_value(ended, wanted)) is not None:
+        return JobReturn(words, status=JobStatus.COMPLETED, _return_value=value)
+    error = NoObjective(f"{directory.name}: {ended.status}, so that it has no {wanted}")
+    return JobReturn(words, status=JobStatus.FAILED, _return_value=error)

@@ -57,6 +57,17 @@ def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Run]:
     return _runnable(_checked(setup_runs.of(composed), [shape for shape in shapes if shape], None, goes_on))
 
 
+def of_search(run: Run) -> Run:
+    """Return a run that a sweeper has just chosen, specified or refused.
+
+    Raises:
+        ConfigError: SLURM is not available here, or lacks resources that the run requests.
+    """
+    cluster = run.config.cluster
+    shape = shape_of(run.config, _partitions(cluster)) if isinstance(cluster, Slurm) else None
+    return replace(run, shape=shape, **_specified(run.config, shape, None, None))
+
+
 def shape_of(read: Config, known: Sequence[Partition]) -> Shape:
     """Return the shape of a run's job; ``known`` are the cluster's partitions, empty without SLURM.
 

@@ -122,6 +122,7 @@ class Output:
     job: str
     flags: Mapping[str, str | int] = field(default_factory=dict)  #: Additional flags for sbatch.
     setup: Sequence[str] = ()  #: Lines before the cluster's own setup.
+    after: Sequence[str] = ()  #: Lines after all ranks have ended.
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,8 @@ def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], outpu
         )
         for step in steps
     ]
-    if len(lines) > 1:
-        lines = ["failed=0", *(f"{line} || failed=$?" for line in lines), "exit $failed"]
+    if len(lines) > 1 or output.after:
+        lines = ["failed=0", *(f"{line} || failed=$?" for line in lines), *output.after, "exit $failed"]
     return "\n".join([
         "#!/bin/bash",
         f"# {shape}",

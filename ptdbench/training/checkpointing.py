@@ -114,12 +114,9 @@ class Checkpointing:
                 self._save(self._saver)
 
     def store_evaluation(self) -> None:
-        """Store an evaluation of the last step with its checkpoint, and save the weights if they are the best yet."""
-        is_best = self._evaluator.best is self._evaluator.done[-1]
-        if is_best:
-            self.save()
+        """Store an evaluation of the last step with its checkpoint, if there is one."""
         if self._saver and self._saved == self._loop.done:
-            self._saver.amend(self._saved, {"evaluations": to_builtins(self._evaluator.done)}, is_best)
+            self._saver.amend(self._saved, {"evaluations": to_builtins(self._evaluator.done)})
 
     def finish(self) -> None:
         """Save the last step unless it is saved, and wait until it is on disk."""
@@ -164,7 +161,6 @@ class Checkpointing:
         self._evaluator.done = convert(facts.get("evaluations", []), list[Evaluation])
         if self._saver and self._saved >= 0:
             self._saver.saved.append(self._saved)
-            self._saver.best = best.step if (best := self._evaluator.best) else None
 
     def _same_data(self, checkpoint: Checkpoint, group: dist.ProcessGroup) -> Problem | None:
         """Return a problem if the data has changed: sample numbers would denote other samples."""

@@ -9,9 +9,9 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from ptdbench.files import lack_of_space
 from ptdbench.grouping import grouped
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
-from ptdbench.measure import bandwidth
-from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import events, perfetto, schedule, trace
 from ptdbench.profiling.phases import PHASES, PhaseTimes, Traffic, partition
 from ptdbench.records.schema import Communication, Metrics, Phases
@@ -40,24 +38,11 @@ TRACES = "trace"
 MOST_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The expected communication and stages of a step."""
+def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[str]] | None) -> Phases | None:
+    """Profile some steps; called in all ranks, as the last part of a run. ``None`` on ranks other than the first.
 
-    volume: Mapping[str, Size] = field(default_factory=dict)  #: Bytes of each communication operation by formula.
-    parts: list[list[str]] | None = None  #: Each pipeline stage's parts outside the repeated layers.
-
-
-def expect(job: Job) -> Expected:
-    """Predict a step, before the layout changes the model; empty on ranks and in runs that do not use it."""
-    training = job.training
-    if not job.world.is_first or not job.spec.config.profile.steps:
-        return Expected()
-    return Expected(training.volume(forced=bool(job.spec.virtual)), training.parts_of_stages())
-
-
-def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected) -> Phases | None:
-    """Profile some steps; called in all ranks, as the last part of a run. ``None`` on ranks other than the first."""
+    ``parts``: each pipeline stage's parts outside the repeated layers.
+    """
     timed: float | None = gather(metrics and metrics.step_seconds and metrics.step_seconds.mean)[0]
     steps = _count(job.spec.config.profile.steps, timed)
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
@@ -78,12 +63,9 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected
     if not job.world.is_first:
         return None
     breakdown = scaled(of_ranks, timed)
-    for operation, sent in (breakdown.communication or {}).items():
-        sent.formula_bytes = expected.volume.get(operation)
-        sent.fit_seconds = _fit_seconds(job, operation, sent.calls, sent.bytes)
     breakdown.stages = traces.stages(job)
     breakdown.bubble_formula = _bubble(job)
-    breakdown.stage_parts = expected.parts
+    breakdown.stage_parts = parts
     breakdown.stage_links = loop.engine.links
     return breakdown
 
@@ -190,16 +172,6 @@ def _without_profiler(of_rank: PhaseTimes, step_seconds: float) -> PhaseTimes:
     host = min(of_rank.seconds["host"], max(0.0, of_rank.duration - of_rank.steps * step_seconds))
     left = {**of_rank.seconds, "host": of_rank.seconds["host"] - host}
     return replace(of_rank, duration=of_rank.duration - host, seconds=left)
-
-
-def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float | None:
-    """Predict an operation's seconds by the fit of ``workload=collectives``, if its calls involve all ranks."""
-    dims, strategy = job.training.layout.dims, job.training.strategy
-    if max(getattr(dims, name) for name in dims.order()) < dims.world_size:
-        return None
-    precision = {"tf32": "fp32"}.get(name := job.spec.config.general.precision, name)  # split products are not in fp8
-    dtype = precision if dims.tensor > 1 else strategy.sent  # tensor parallelism sums activations
-    return bandwidth.fitted_seconds(bandwidth.fits_key(job.spec.backend, job.peers), operation, dtype, calls, size)
 
 
 def _bubble(job: Job) -> float | None:

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ptdbench.files import lack_of_space
 from ptdbench.job import Job
 from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import gather
 from ptdbench.measure import memory
-from ptdbench.parallel.comm_volume import Size
-from ptdbench.profiling import trace
-from ptdbench.profiling.kernels import kernel_kind
+from ptdbench.profiling.kernels import by_kind
 from ptdbench.records.accounts import merged
 from ptdbench.records.schema import Messages, Virtual
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
+from ptdbench.virtual import watch
 from ptdbench.virtual.watch import LOGGED, Log
 
 
-def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> Virtual | None:
-    """Run a step to time the host, and one under the profiler, unless ``profile.steps=0``; ``None`` except on rank 0.
+def account(job: Job, loop: StepLoop) -> Virtual | None:
+    """Run a step to time the host and count its work, unless ``profile.steps=0``; ``None`` except on rank 0.
 
-    Called in all present ranks, when the steps of the loop are drained. ``volume``: on rank 0, the bytes of each
-    communication operation in a step by formula.
+    Called in all present ranks, when the steps of the loop are drained.
     """
     of_ranks: list[Virtual] = gather(_of_rank(job, loop))
-    if not job.world.is_first:
-        return None
-    of_all = merged([of_ranks[rank] for rank in present(job)])
-    for operation, sent in (of_all.messages or {}).items():
-        sent.formula_bytes = volume.get(operation)
-    return of_all
+    return merged([of_ranks[rank] for rank in present(job)]) if job.world.is_first else None
 
 
 def present(job: Job) -> list[int]:
@@ -73,16 +61,11 @@ def _of_rank(job: Job, loop: StepLoop) -> Virtual:
     if not job.spec.config.profile.steps:
         account.reason = "profile.steps=0"
         return account
-    account.host_seconds = [_host_seconds(job, loop)]
     with job.display.during("profiling"):
-        try:
-            account.kernels, account.messages = _launched(job, loop)
-        except (OSError, RuntimeError, ValueError) as error:
-            why = lack_of_space(error, Path(tempfile.gettempdir())) or error
-            account.reason = f"cannot write and read the trace: {why}"
-        finally:
-            settle()
-            memory.trim()
+        seconds, step = _step(job, loop)
+    account.host_seconds = [seconds]
+    account.kernels = {kind: [count] for kind, count in by_kind(step["kernels"]).most_common()}
+    account.messages = {name: Messages(calls, step["bytes"][name]) for name, calls in step["calls"].items()}
     return account
 
 
@@ -101,31 +84,17 @@ def _write_log(job: Job, loop: StepLoop) -> None:
     memory.trim()
 
 
-def _launched(job: Job, loop: StepLoop) -> tuple[dict[str, list[int]], dict[str, Messages]]:
-    """Run a step under the profiler; return its kernels by kind, and its messages by operation."""
-    with tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
-        path = Path(scratch) / "trace.json"
-        profile.run(job, loop, 1).export_chrome_trace(str(path))
-        memory.trim()  # a step of a large model has 150,000 events
-        launched, called = trace.launched_in_steps(path)
-    kernels = Counter(kernel_kind(kernel.name) for kernel in launched)
-    calls, size = Counter(call.operation for call in called), Counter[str]()
-    for call in called:
-        size[call.operation] += call.bytes
-    messages = {operation: Messages(float(count), float(size[operation]) or None) for operation, count in calls.items()}
-    return {kind: [count] for kind, count in kernels.most_common()}, messages
-
-
 def _communicating() -> list[dist.ProcessGroup]:
     groups = dist.distributed_c10d._world.pg_map
     return [group for group in groups if group.size() > 1 and "nccl" in dist.get_backend_config(group)]
 
 
-def _host_seconds(job: Job, loop: StepLoop) -> float:
+def _step(job: Job, loop: StepLoop) -> tuple[float, watch.Account]:
+    """Run a step; return the seconds of the host, and what it had the device do."""
     torch.cuda.synchronize(job.device)
-    started = time.perf_counter()
+    before, started = watch.read_account(), time.perf_counter()
     profile.step(loop, loop.done)
     seconds = time.perf_counter() - started
     torch.cuda.synchronize(job.device)
     settle()
-    return seconds
+    return seconds, watch.since(before, watch.read_account())

@@ -13,7 +13,7 @@ struct range {
 };
 
 /* Buckets by the address of the start in units that no range of copied or computed values exceeds. */
-#define UNIT (2 * MIB)
+#define UNIT (16 * MIB)
 #define BUCKETS 16384
 static struct range *ranges[BUCKETS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -45,14 +45,21 @@ void know(const void *address, size_t bytes, bool is) {
     pthread_mutex_unlock(&lock);
 }
 
+/* The range in which a byte lies, if any; the caller holds the lock. */
+static const struct range *around(const char *at) {
+    for (uintptr_t unit = (uintptr_t)at / UNIT, i = 0; i < 2; i++)
+        for (const struct range *r = *bucket(unit - i); r; r = r->next)
+            if (r->start <= at && at < r->end) return r;
+    return NULL;
+}
+
 bool known(const void *address, size_t bytes) {
-    const char *start = address, *end = start + bytes;
-    bool is = device_of(address) < 0;
+    const char *at = address, *end = at + bytes;
+    if (device_of(address) < 0) return true;
     pthread_mutex_lock(&lock);
-    for (uintptr_t unit = (uintptr_t)address / UNIT, i = 0; i < 2 && !is; i++)
-        for (struct range *r = *bucket(unit - i); r && !is; r = r->next) is = r->start <= start && end <= r->end;
+    for (const struct range *r; at < end && (r = around(at));) at = r->end;
     pthread_mutex_unlock(&lock);
-    return is;
+    return at >= end;
 }
 
 /* What torch allocates anew has no values; a scalar, which a program may read, is 0. */
@@ -60,4 +67,10 @@ API void ptdbench_virtual_allocated(char *address) {
     enum { SMALLEST = 512 }; /* bytes of torch's blocks */
     know(address, SMALLEST, false);
     if (backed_at(address)) memset(address, 0, SMALLEST);
+}
+
+/* For integers.py: whether values are known; makes them so before they are written, false if they cannot be. */
+API bool ptdbench_virtual_known(const void *address, size_t bytes) { return known(address, bytes); }
+API bool ptdbench_virtual_know(void *address, size_t bytes) {
+    return writable(address, bytes) && (know(address, bytes, true), true);
 }

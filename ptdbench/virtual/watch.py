@@ -46,7 +46,7 @@ _OF_PASSES = ("gemm", "cudnn", "conv", "triton_", "flash", "cutlass", "fmha")
 _MOST_LOADS = 4
 
 #: The groups of an account: counts by name.
-_Account = dict[str, Counter[str]]
+Account = dict[str, Counter[str]]
 
 
 def attach() -> None:
@@ -55,6 +55,34 @@ def attach() -> None:
 
     if os.environ.get(FOLDER):
         torch.cuda._lazy_call(partial(_safely, _Watch, Path(os.environ[FOLDER])))
+
+
+def read_account() -> Account:
+    """Return what the devices of this process have done since it started; not thread-safe.
+
+    ``kernels`` by name, ``calls`` and ``bytes`` of messages by operation, ``used``: bytes in use by device; without a
+    name ``flops`` of products, and ``reads`` of single values.
+    """
+    account: Account = {name: Counter() for name in ("kernels", "calls", "bytes", "flops", "reads", "used")}
+    read = ctypes.CDLL(None).ptdbench_virtual_account
+    read.restype = ctypes.c_char_p
+    for line in read().decode(errors="replace").splitlines():
+        group, name, *figures = line.split("\t")
+        if group == "kernel":
+            account["kernels"][name] += int(figures[0])
+        elif group == "message":
+            account["calls"][name] += int(figures[0])
+            account["bytes"][name] += int(figures[1])
+        elif group in ("flops", "reads"):
+            account[group][""] = int(name)
+        else:
+            account["used"][name] = int(figures[0])
+    return account
+
+
+def since(before: Account, account: Account) -> Account:
+    """Return what an account has more than an earlier one."""
+    return {group: counts - before.get(group, Counter()) for group, counts in account.items()}
 
 
 class Log:
@@ -157,12 +185,10 @@ class _Watch:
         import torch
 
         self._torch, self._path = torch, folder / f"{os.getpid()}.json"
-        self._account = ctypes.CDLL(None).ptdbench_virtual_account
-        self._account.restype = ctypes.c_char_p
         self._lock = Lock()
         self._most_steps = int(os.environ.get(STEPS) or sys.maxsize)
         self._leader: object = None  #: A reference to the optimizer whose steps count, or the name of a profiler.
-        self._before: _Account = {}  #: At the last step.
+        self._before: Account = {}  #: At the last step.
         self._devices: dict[int, dict[str, int]] = {}
         self._report: dict[str, Any] = {
             **{name: int(os.environ.get(name.upper(), "-1")) for name in ("rank", "local_rank", "world_size")},
@@ -205,7 +231,7 @@ class _Watch:
     def _step(self) -> bool:
         """Take note of a step, if it has been one."""
         account = self._measure()
-        step = {group: counts - self._before.get(group, Counter()) for group, counts in account.items()}
+        step = since(self._before, account)
         if self._is_over() or not any(part in kernel for kernel in step["kernels"] for part in _OF_PASSES):
             return False
         self._before = account
@@ -237,25 +263,15 @@ class _Watch:
     def _is_over(self) -> bool:
         return bool(self._report["steps"] >= self._most_steps)
 
-    def _read(self) -> _Account:
+    def _read(self) -> Account:
         """Return what the devices have done since the process started, and note how much memory was in use at most."""
-        account: _Account = {name: Counter() for name in ("kernels", "calls", "bytes", "flops", "reads")}
         with self._lock:
-            lines = self._account().decode(errors="replace").splitlines()
-        for line in lines:
-            group, name, *figures = line.split("\t")
-            if group == "kernel":
-                account["kernels"][name] += int(figures[0])
-            elif group == "message":
-                account["calls"][name] += int(figures[0])
-                account["bytes"][name] += int(figures[1])
-            elif group in ("flops", "reads"):
-                account[group][""] = int(name)
-            else:
-                self._devices.setdefault(int(name), {})["used"] = int(figures[0])
+            account = read_account()
+        for number, used in account.pop("used").items():
+            self._devices.setdefault(int(number), {})["used"] = used
         return account
 
-    def _measure(self) -> _Account:
+    def _measure(self) -> Account:
         """Note the peaks of torch's allocator, and the step in progress where they have grown; return the account."""
         account = self._read()
         for number, device in self._devices.items():

@@ -59,10 +59,8 @@ class Collectives(Effort):
         )
 
     def __call__(self, job: Job) -> Outcome:
-        """Run one rank's part; fits of operations over all ranks are cached."""
-        figures = measure(job, self)
-        figures.kept = _keep(job, figures)
-        return Outcome(collectives=figures)
+        """Run one rank's part."""
+        return Outcome(collectives=measure(job, self))
 
     def series(self, without: Sequence[str] = ()) -> Iterator[Series]:
         """Yield all series to measure, except those of the operations ``without``."""
@@ -220,24 +218,6 @@ def _result(series: Series, size: int, ranks: int, seconds: Sequence[float]) -> 
         algbw=size / median if moves else None,
         busbw=bandwidth.bus_bandwidth(series.op, size, median, ranks) if moves else None,
     )
-
-
-def _keep(job: Job, figures: results.Collectives) -> str | None:
-    """Cache the fits on rank 0, whose phases use them; return the reason if that failed."""
-    if not job.world.is_first or len(figures.groups[0]) < job.world.size:
-        return None
-    if job.spec.virtual:
-        return "not cached: virtual GPUs send nothing"
-    largest = {str(row): row.bytes for row in figures.results}  # sizes ascend
-    lines = {}
-    for fit in figures.fits:
-        name = str(Series(fit.op, fit.dtype, fit.reduction))
-        lines[name] = bandwidth.Line(fit.alpha, fit.beta, largest[name])
-    try:
-        bandwidth.keep_fits(bandwidth.fits_key(job.spec.backend, job.peers), lines)
-    except OSError as error:
-        return f"not cached: {error}"
-    return None
 
 
 def _listed(option: str | Sequence[str], everything: Iterable[str]) -> list[str]:

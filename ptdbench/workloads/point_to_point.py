@@ -1,17 +1,15 @@
 """The workload ``p2p``: latency and bandwidth from every rank to every other, one pair at a time.
 
-*One direction.* ``a`` sends the message, and ``b`` answers with :data:`ANSWER` bytes on receipt: a round trip. Each
-times it by its own clock, and the slower time counts. The latency is half the round trip of a message of that size, and
-the one-way time of a message is its round trip minus the latency.
-
-*Both at once.* Both ranks send and receive (``isend``, ``irecv``); again the slower time counts.
+``a`` sends the message, and ``b`` answers with :data:`ANSWER` bytes on receipt: a round trip. Each times it by its own
+clock, and the slower time counts. The latency is half the round trip of a message of that size, and the one-way time of
+a message is its round trip minus the latency.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from itertools import permutations
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,7 @@ from torch import Tensor
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.operations import DTYPES, compare, sent
-from ptdbench.measure.results import P2P, BothWays, Cut, MessageSize, Pair
+from ptdbench.measure.results import P2P, Cut, MessageSize, Pair
 from ptdbench.measure.timing import Effort, median_of, summary
 from ptdbench.problems import Problem, require
 from ptdbench.report import workload_tables
@@ -71,26 +69,14 @@ def measure(job: Job, options: PointToPoint) -> P2P:
     """
     need = _COPIES * options.max_bytes
     timing.require_memory(job.device, job.world.local_size, need, "workload.max_bytes", options.max_bytes)
-    ring = options.pairs == "ring"
-    pairs = unordered_pairs(job.world.size, ring)
     cut: list[Cut] = []
-    return P2P(
-        pairs=[_one_way(job, options, *pair, cut) for pair in ordered_pairs(job.world.size, ring)],
-        both=[_both(job, options, pair, cut) for pair in pairs],
-        cut=cut,
-    )
+    pairs = ordered_pairs(job.world.size, ring=options.pairs == "ring")
+    return P2P([_one_way(job, options, *pair, cut) for pair in pairs], cut)
 
 
 def ordered_pairs(ranks: int, ring: bool) -> Iterator[tuple[int, int]]:
     """Return ``(source, target)`` of each link; in a ring each rank sends only to the next one."""
     return ((rank, (rank + 1) % ranks) for rank in range(ranks)) if ring else permutations(range(ranks), 2)
-
-
-def unordered_pairs(ranks: int, ring: bool) -> list[tuple[int, int]]:
-    """Return each pair of ranks once."""
-    if not ring:
-        return list(combinations(range(ranks), 2))
-    return sorted({(min(pair), max(pair)) for pair in ordered_pairs(ranks, ring)})
 
 
 def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: list[Cut]) -> Pair:
@@ -117,22 +103,6 @@ def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: lis
         fit=bandwidth.fit([size for size, _ in points], [seconds for _, seconds in points]),
         sizes=rows,
     )
-
-
-def _both(job: Job, options: PointToPoint, pair: tuple[int, int], cut: list[Cut]) -> BothWays:
-    rows = []
-    for size in timing.sizes(options.min_bytes, options.max_bytes, options.factor):
-        job.watchdog.alive()
-        exchange = _Exchange.of(job, pair, size)
-        seconds = timing.repeat(exchange.run if exchange else None, job.device, options)
-        if exchange:
-            exchange.verify()
-        if not seconds:
-            cut.append(Cut(ranks=[*pair], from_bytes=size, reason=options.too_long))
-            break
-        times = summary(seconds)
-        rows.append(MessageSize(size, len(seconds), times, bandwidth=2 * size / median_of(times)))
-    return BothWays([*pair], rows)
 
 
 def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size: int) -> list[float]:
@@ -165,41 +135,3 @@ def _verify_one_way(data: Tensor, source: int, target: int, rank: int) -> None:
         data.zero_()
         dist.recv(data, source)
         compare(data, expected, f"{data.numel()} bytes from rank {source} to rank {target}", rank)
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """One rank's side of an exchange of messages between two ranks."""
-
-    given: Tensor
-    taken: Tensor
-    rank: int
-    peer: int
-
-    @classmethod
-    def of(cls, job: Job, pair: tuple[int, int], size: int) -> _Exchange | None:
-        """Create this rank's side, verified once; ``None`` if this rank is not one of the two."""
-        if job.world.rank not in pair:
-            return None
-        given, taken = (torch.zeros(size, dtype=torch.uint8, device=job.device) for _ in range(2))
-        exchange = cls(given, taken, job.world.rank, pair[pair[0] == job.world.rank])
-        exchange.given.copy_(exchange._from(exchange.rank))
-        exchange.run()
-        exchange.verify()
-        return exchange
-
-    def run(self) -> None:
-        """Post both, and wait for both."""
-        posted = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, self.given, self.peer), dist.P2POp(dist.irecv, self.taken, self.peer)]
-        )
-        for work in posted:
-            work.wait()
-
-    def verify(self) -> None:
-        """Check the received data; the peer always sends the same."""
-        name = f"{self.taken.numel()} bytes from rank {self.peer} to rank {self.rank}, both directions at once"
-        compare(self.taken, self._from(self.peer), name, self.rank)
-
-    def _from(self, source: int) -> Tensor:
-        return sent(source, self.given.numel(), DTYPES["uint8"], self.given.device)

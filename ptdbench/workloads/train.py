@@ -55,7 +55,7 @@ class Train:
         with job.watchdog.paused(), job.display.during("checking"):
             checked = check.preliminary(job)
         job.display.phase("building")
-        expected = profile.expect(job)
+        parts = job.training.parts_of_stages()  # before the layout changes the model
         training = _Training(job)
         outcome = training.outcome()
         outcome.check = checked
@@ -63,7 +63,7 @@ class Train:
             outcome.remarks.check = check.summary(checked)
         if not (outcome.stopped or outcome.error):
             with memory.no_collection():  # a collection would copy the pages shared with the fork server
-                _explain(job, training.loop, outcome, expected)
+                _explain(job, training.loop, outcome, parts)
         return outcome
 
 
@@ -176,19 +176,19 @@ class _Training:
         remarks.checkpoints = [*self._checkpointing.problems, *self._recorder.warnings] or None
 
 
-def _explain(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expected) -> None:
+def _explain(job: Job, loop: StepLoop, outcome: Outcome, parts: list[list[str]] | None) -> None:
     """Add the phases and the memory of a step to the outcome.
 
     The run has already succeeded, and its record says so whatever happens in this pass, even a stop signal.
     """
     machine = job.spec.virtual
     if machine:
-        outcome.virtual = virtual_account.account(job, loop, expected.volume)
+        outcome.virtual = virtual_account.account(job, loop)
     if job.spec.config.profile.steps:
         outcome.profiles = not machine  # whose times mean nothing
         _conclude(job, outcome)
         if outcome.profiles:
-            outcome.phases = profile.phases(job, loop, outcome.metrics, expected)
+            outcome.phases = profile.phases(job, loop, outcome.metrics, parts)
             outcome.profiles = False
             _conclude(job, outcome)
         outcome.memory = memory_split.split(job, loop)

@@ -3,9 +3,6 @@
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -160,17 +157,3 @@ def test_lines_of_results(tmp_path):
     (sweep / "results.jsonl").write_text(f"{line[:9]}\n{line}\n")
     (torn,) = evidence.half_written(tmp_path)
     assert torn.endswith("line 1 does not parse")
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(sys.platform != "linux", reason="the attack looks at processes in /proc")
-def test_interrupted_it_leaves_nothing(tmp_path, environ):
-    environ |= {"TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "benchmarks.attack", "--rounds", "2", "--slurm", "0", "--seed", "0"]
-    attack = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
-    assert attack.stdout.readline().startswith("seed 0, ")
-    (base,) = until(lambda: list(tmp_path.glob("ptdbench-attack-*")))
-    until(lambda: victims.left(base.name))
-    attack.send_signal(signal.SIGINT)
-    assert attack.wait(60) == 128 + signal.SIGINT
-    assert victims.left(base.name) == []

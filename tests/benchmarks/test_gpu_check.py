@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from hydra.utils import instantiate
 from benchmarks.gpu_check import __main__ as main
 from benchmarks.gpu_check import parts, session
 from benchmarks.gpu_check.session import Session
-from tests.conftest import ROOT
 from tests.report.made import made
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -62,18 +60,6 @@ def part(name: str) -> Any:
 
 def verdicts(of: Session) -> dict[str, bool]:
     return {check["name"]: check["passed"] for check in of.checks}
-
-
-@pytest.mark.thorough
-@pytest.mark.ranks
-def test_a_layout_follows_single_and_another_seed_does_not(on_cpu: Session) -> None:
-    common = ("model=gpt_tiny", "train.global_batch=4", *parts.SGD)
-    reference = on_cpu.reference("single", "parallel=single", *common)
-    assert len(reference) == 5
-    on_cpu.follows("ddp of 2", reference, 1e-4, "parallel=ddp", "cluster.ranks_per_node=2", *common)
-    on_cpu.follows("another seed", reference, 1e-4, "parallel=single", "seed=2", *common)
-    on_cpu.follows("refused", reference, 1e-4, "parallel=single", "train.micro_batch=3", *common)
-    assert verdicts(on_cpu) == {"single": True, "ddp of 2": True, "another seed": False, "refused": False}
 
 
 def test_a_reference_that_learns_nothing_is_none() -> None:
@@ -216,19 +202,6 @@ def test_parts_beside_each_other_say_which_failed(monkeypatch: pytest.MonkeyPatc
     assert capsys.readouterr().out == "numbers done\nnarrow done\n"
 
 
-def test_wheels_are_unpacked_and_come_first_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("lacking", "old"):
-        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(f"{name}_of_the_wheel/data.txt", "text")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("PYTHONPATH", "before")
-    with main.importable(tmp_path):
-        checkout, site, before = os.environ["PYTHONPATH"].split(os.pathsep)
-        assert (checkout, before) == (str(ROOT), "before")
-        assert sys.path[:2] == [checkout, site]
-        assert sorted(os.listdir(site)) == ["lacking_of_the_wheel", "old_of_the_wheel"]
-
-
 def profiled(other: float = 0.001, weights: int = 51, activations: int = 40, unknown: int = 9) -> dict[str, Any]:
     """A record of a run whose two ranks have steps of 0.1 s, and whose peak of memory is 100 bytes."""
     kinds = {"weights": [weights], "activations": [activations], "other": [unknown]}
@@ -252,14 +225,3 @@ def test_what_is_not_explained_of_a_step_is_limited(record: dict[str, Any], pass
     parts.explained(of)
     assert [check["passed"] for check in of.checks] == passed * len(parts.LAYOUTS)
     assert said in of.checks[0]["said"]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("script", "need"), [("gpu_check", "gpu-check needs a GPU"), ("gpu_cluster", "gpu-cluster needs two GPUs")]
-)
-def test_without_a_gpu_it_says_so_in_one_line(script: str, need: str) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{script}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith(need)

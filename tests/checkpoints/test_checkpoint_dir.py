@@ -250,17 +250,6 @@ def contents(run_directory: Path) -> dict[str, bytes | str | None]:
     return {str(path.relative_to(folder)): held(path) for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize(("name", "lead"), [("best", ""), ("best.new", ""), ("best", "../mine")])
-def test_foreign_file_is_not_replaced_by_the_best_link(tmp_path, name, lead):
-    make(tmp_path, 1)
-    path = tmp_path / "checkpoints" / name
-    path.symlink_to(lead) if lead else path.write_text("mine")
-    before = contents(tmp_path)
-    with pytest.raises(FileExistsError, match=f"{name} was not created by ptdbench: move it elsewhere"):
-        checkpoint_dir.mark_best(tmp_path, 1)
-    assert contents(tmp_path) == before
-
-
 class TestSweepPartial:
     def test_unfinished_checkpoint_is_removed_and_a_complete_one_named(self, tmp_path):
         checkpoint_dir.remove_partial(tmp_path)

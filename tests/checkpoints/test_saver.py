@@ -72,26 +72,12 @@ def test_newest_are_kept_and_a_step_can_be_saved_again(keeper, weight, tmp_path)
 
 def test_amended_facts_join_the_saved_ones(keeper, weight, tmp_path):
     keeper.save(3, weight, {}, {"seen": 1, "kept": 2})
-    keeper.amend(3, {"seen": 5}, is_best=False)  # while they are being written
-    keeper.amend(4, {"seen": 6}, is_best=True)  # of weights that could not be saved
+    keeper.amend(3, {"seen": 5})  # while they are being written
+    keeper.amend(4, {"seen": 6})  # of weights that could not be saved
     keeper.wait()
     assert checkpoint_dir.newest(tmp_path).checkpoint.manifest.facts == {"seen": 5, "kept": 2}
     assert names(tmp_path) == ["step-00000003"]
-    assert (keeper.problems, keeper.best) == ([], None)
-
-
-def test_best_is_kept_until_a_better_is_saved(keeper, weight, tmp_path):
-    best = tmp_path / "checkpoints" / "best"
-    keeper.save(1, weight, {}, {})
-    keeper.amend(1, {}, is_best=True)
-    save(keeper, weight, 2, 3, 4)
-    assert names(tmp_path) == ["best", "step-00000001", "step-00000003", "step-00000004"]
-    assert best.readlink().name == "step-00000001"
-    keeper.save(5, weight, {}, {})
-    keeper.amend(5, {}, is_best=True)
-    keeper.wait()
-    assert names(tmp_path) == ["best", "step-00000004", "step-00000005"]
-    assert best.readlink().name == "step-00000005"
+    assert keeper.problems == []
 
 
 def test_broken_checkpoint_does_not_count_until_rewritten(keeper, weight, tmp_path):
@@ -216,23 +202,19 @@ def test_failed_deletion_is_noted(keeper, weight, tmp_path, monkeypatch):
 def test_foreign_files_only_block_what_they_are_in_the_way_of(keeper, weight, tmp_path):
     save(keeper, weight, 1)
     folder = tmp_path / "checkpoints"
-    (folder / "best").write_text("mine")
     for name in ("step-00000001", "step-00000002.partial"):
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "notes.txt").write_text("mine")
     save(keeper, weight, 2, 3, 4)
-    keeper.amend(4, {}, is_best=True)
     save(keeper, weight, 5)
     assert keeper.saved == [1, 3, 4, 5]
     rule = "was not created by ptdbench: move it elsewhere"
     assert keeper.problems == [
         f"step 2: not saved: rank 0: FileExistsError: {folder}/step-00000002.partial/notes.txt {rule}",
-        f"step 4: saved, but cannot mark the best checkpoint: rank 0: FileExistsError: {folder}/best {rule}",
-        f"step 5: saved, but cannot mark the best checkpoint: rank 0: FileExistsError: {folder}/best {rule}",
     ]
-    kept = ["best", "step-00000001", "step-00000002.partial", "step-00000004", "step-00000005"]
+    kept = ["step-00000001", "step-00000002.partial", "step-00000004", "step-00000005"]
     assert names(tmp_path) == kept
-    for path in (folder / "best", *(folder / name / "notes.txt" for name in kept[1:3])):
+    for path in (folder / name / "notes.txt" for name in kept[:2]):
         assert path.read_text() == "mine"
 
 

@@ -31,7 +31,7 @@ class TestAssign:
 
 
 def staged(folder: Path, strategy: str) -> int:
-    run = Run(strategy, "gpt", "adamw")
+    run = Run(strategy)
     keeper = Saver(folder, keep=1)
     for step in range(2):  # at the first one, the optimizer has no state
         keeper.save(step, run.tensors(), {}, {})

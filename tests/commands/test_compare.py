@@ -11,12 +11,13 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
 from ptdbench import load
+from ptdbench.launch import local
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records.store import RECORD, RESULTS
+from ptdbench.sweep.alternating import StoppedSide
 from tests.conftest import ROOT
 from tests.programs import call
 from tests.report.made import DDP, Made, keep, repeated, run
@@ -233,6 +234,14 @@ def test_nothing_is_left_if_the_first_side_is_refused(in_turns, tmp_path):
     assert list((tmp_path / "outputs").iterdir()) == []
 
 
+@pytest.mark.parametrize(("stop", "said"), [(local.Stopped, ["stopped by SIGTERM"]), (StoppedSide, [])])
+def test_signal_is_told_once_and_gives_the_exit_status(in_turns, stop, said):
+    def stopped(*_):
+        raise stop(signal.SIGTERM)
+
+    assert in_turns(stopped) == (128 + signal.SIGTERM, "", said)
+
+
 def test_where_both_took_turns_it_ends_as_a_sweep_does(in_turns):
     def run_both(sides, overrides, repeat, directory):
         for side in ("before", "after"):
@@ -300,29 +309,3 @@ def test_two_commits_take_turns(two_commits):
     for side in ("before", "after"):
         assert [one["config"]["repeat"]["series"] for one in load(folder / side)] == [folder.name]
     assert len(git(top, environ, "worktree", "list")) == 1
-
-
-@pytest.mark.thorough
-@pytest.mark.ranks
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_as_train_does(two_commits, number):
-    """It is sent in the middle of the steps; the run saves and writes its record, and nothing is left."""
-    top, command, environ = two_commits
-    command[command.index("HEAD")] = "HEAD~1"
-    long, pipe = [*command, "train.steps=1000000"], subprocess.PIPE
-    started = subprocess.Popen(long, cwd=top, env=environ, stdout=pipe, stderr=pipe, text=True)
-    assert any("  step " in line for line in started.stderr)
-    family = psutil.Process(started.pid).children(recursive=True)
-    started.send_signal(number)
-    out, err = started.communicate(timeout=150)
-    assert len(family) > 1
-    assert not psutil.wait_procs(family, timeout=60)[1]
-    assert started.returncode == 128 + number, err
-    assert "Traceback" not in err
-    assert err.splitlines().count(f"stopped by {number.name}") == 1
-    (record,) = top.glob("outputs/*/*/0/*/record.json")
-    assert f"records      {record.parents[3]}" in out
-    assert json.loads(record.read_text())["status"] == "preempted"
-    assert len(git(top, environ, "worktree", "list")) == 1
-    assert not list(Path(environ["TMPDIR"]).glob("ptdbench-checkout-*"))

@@ -248,6 +248,29 @@ def test_samples_that_wait_for_their_pass_are_in_what_is_needed():
     assert {*found["sources"]} == {*found["outside"]}
 
 
+@pytest.mark.usefixtures("anywhere")
+def test_another_device_with_the_same_kernels_uses_the_recordings():
+    """An H100's chunk of the loss has at most 16,862 rows of 50,304, so that 527 samples of 32 depend on its memory."""
+
+    def made(gpu: str, carry_out: Callable[..., None], again: bool = False, samples: int = 526) -> dict[str, Any]:
+        sized = (
+            "precision=bf16",
+            "model.vocabulary=50304",
+            f"train.global_batch={2 * samples}",
+            f"train.micro_batch={samples}",
+        )
+        asked = small("parallel=ddp", *sized, f"virtual={gpu}")
+        request = memory_plan.PlanRequest(asked, False, "toy", carry_out, key={"code": "1"}, again=again)
+        return memory_plan.plan(request)
+
+    first, other = made("h100", allocating(20)), made("h200", nothing)
+    assert other["plan"]["needed_bytes"] == first["plan"]["needed_bytes"]
+    assert other["plan"]["capacity_of"] == "virtual NVIDIA H200"
+    for gpu, again, samples in (("a100", False, 526), ("h100", True, 526), ("h100", False, 527)):
+        with pytest.raises(AssertionError, match="nothing is to be carried out"):
+            made(gpu, nothing, again, samples)
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

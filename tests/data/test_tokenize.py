@@ -8,7 +8,6 @@ import tokenizers
 from ptdbench.data.corpus import Part, Tokenizer, files_at
 from tests.data import tiny_tokenizer
 from tests.data.made import problem_of
-from tests.programs import Terminal
 
 NUMBERS = {"one": 1, "two": 2, "three": 3}
 RHYME = "Ring-a-ring o' roses,\nA pocket full of pösies,\n\nA-tishoo! A-tishoo!\n  We all fall down.\n" * 5
@@ -125,7 +124,7 @@ class TestTelling:
         documents = corpus("one " * 1000, "two " * 500)  # 6,000 bytes
         return lambda: list(Tokenizer(path).pieces(documents, "numbers"))
 
-    def test_two_lines_without_a_terminal(self, tokenize, monkeypatch, capsys):
+    def test_two_lines(self, tokenize, monkeypatch, capsys):
         tokenize()
         assert capsys.readouterr() == ("", "")
         monkeypatch.setattr("ptdbench.data.corpus._PROGRESS_BYTES", 6000)
@@ -142,17 +141,6 @@ class TestTelling:
         with pytest.raises(ZeroDivisionError):
             tokenize()
         assert "tokenized" not in capsys.readouterr().err
-
-    def test_draws_a_bar_on_a_terminal(self, tokenize, monkeypatch):
-        monkeypatch.setattr("ptdbench.data.corpus._PROGRESS_BYTES", 0)
-        monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setenv("COLUMNS", "120")
-        monkeypatch.setattr(sys, "stderr", Terminal())
-        tokenize()
-        drawn = sys.stderr.getvalue()
-        assert "tokenizing numbers" in drawn
-        assert "6.0/6.0 kB" in drawn, "every byte of both documents"
-        assert "tokenized" not in drawn
 
     def test_goes_on_where_nobody_can_listen(self, tokenize, monkeypatch):
         monkeypatch.setattr("ptdbench.data.corpus._PROGRESS_BYTES", 0)

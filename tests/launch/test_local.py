@@ -5,7 +5,6 @@ import itertools
 import json
 import multiprocessing.forkserver
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -113,17 +112,6 @@ def test_compile_worker_is_ended_and_not_named(tmp_path, monkeypatch, capsys):
     assert len(list(tmp_path.glob("*.pid"))) == 2
     assert_gone(tmp_path)
     assert capsys.readouterr().err == ""
-
-
-def test_address_space_too_small_for_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (3 << 30, resource.RLIM_INFINITY))
-    monkeypatch.setattr(local, "_is_torch_for_cuda", lambda: False)
-    local.check_address_space()
-    monkeypatch.setattr(local, "_is_torch_for_cuda", lambda: True)
-    with pytest.raises(ConfigError, match=r"^ulimit -v=3145728: must be at least 4 GiB: .*; try ulimit -v unlimited$"):
-        local.check_address_space()
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    local.check_address_space()
 
 
 def test_death_of_a_rank_ends_its_peers_and_restores_signal_handlers():

@@ -222,7 +222,8 @@ class TestRealSlurm:
         for identity in (job, f"{elements}_1"):
             assert when(identity, lambda state: state.is_over).state == "CANCELLED"
 
-    def test_array_elements_have_states(self, submit):
+    def test_array_elements_have_states_and_are_requeued_alone(self, submit):
+        """Its own id is that of the array, by which SLURM would start all elements once more."""
         command = "test $SLURM_ARRAY_TASK_ID = 2 && exec sleep 600; exit $SLURM_ARRAY_TASK_ID"
         array = submit(command, "--array=0-2", "--requeue")
         good, bad = (when(f"{array}_{index}", lambda job: job.is_over) for index in (0, 1))
@@ -230,7 +231,7 @@ class TestRealSlurm:
         assert (bad.state, bad.reason) == ("FAILED", "NonZeroExitCode")
         assert bad.nodes in ("n1", "n2")
         assert when(f"{array}_2", lambda job: job.state == "RUNNING").nodes
-        commands._run("scontrol", "requeue", f"{array}_2")
+        commands.requeue(f"{array}_2")
         assert not when(f"{array}_2", lambda job: job.state == "PENDING").is_over
         assert commands.queue([f"{array}_0"])[f"{array}_0"].state == "COMPLETED"
         assert set(commands.queue([array])) == {f"{array}_{index}" for index in range(3)}

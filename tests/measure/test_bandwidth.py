@@ -1,20 +1,12 @@
-"""Bandwidths by the definitions of nccl-tests, the line through time over size, and lines that are kept."""
+"""Bandwidths by the definitions of nccl-tests, and the line through time over size."""
 
-import json
 import math
 import random
 import statistics
-from typing import Any
 
 import pytest
-from msgspec.structs import asdict, replace
 
-from ptdbench.launch.peers import Peer
-from ptdbench.measure import bandwidth
 from ptdbench.measure.bandwidth import FACTORS, bus_bandwidth, fit
-
-pytestmark = pytest.mark.usefixtures("cache")
-
 
 #: The factors of doc/PERFORMANCE.md worked out by hand.
 _PARTS, _WHOLE = {2: 0.5, 3: 2 / 3, 4: 0.75, 8: 0.875}, {2: 1, 3: 1, 4: 1, 8: 1}
@@ -59,65 +51,3 @@ def test_standard_errors_and_what_is_no_line_show():
     assert [fit(sizes, [1.0] * len(sizes)) for sizes in ([], [8], [8, 16], [8, 8, 16])] == [None] * 4
     line = fit([8, 16, 32], [1.0] * 3)
     assert (line.alpha, math.isnan(line.r2)) == (pytest.approx(1), True)
-
-
-LINE = bandwidth.Line(1e-3, 1e-9, 2**20)
-SLOWER = replace(LINE, alpha=2e-3)
-
-
-def peer(rank: int, host: str = "a", device: str = "cpu") -> Peer:
-    return Peer(rank, rank, 2, host, host, device, cores=[], threads=1, settings={})
-
-
-KEY = bandwidth.fits_key("gloo", [peer(0), peer(1)])
-
-
-def fitted(operation: str, dtype: str = "fp32", calls: float = 2, size: float = 1e6, of: Any = KEY) -> float | None:
-    return bandwidth.fitted_seconds(of, operation, dtype, calls, size)
-
-
-def test_calls_and_bytes_take_alpha_and_beta_up_to_the_size_that_was_fitted():
-    assert fitted("all_gather") is None
-    bandwidth.keep_fits(KEY, {"all_gather fp32": LINE})
-    assert fitted("all_gather", calls=2, size=1e6) == pytest.approx(2e-3 + 1e-3)
-    assert fitted("all_to_all") is None
-    assert fitted("all_gather", calls=3, size=3 * 2**20) is not None
-    assert fitted("all_gather", calls=3, size=3 * 2**20 + 1) is None
-    assert fitted("all_gather", calls=0, size=0) is None
-
-
-def test_sums_are_of_one_dtype_and_copies_of_any():
-    lines = {"all_reduce bf16 max": LINE, "all_gather fp32": LINE, "all_reduce fp32 sum": LINE}
-    bandwidth.keep_fits(KEY, {"all_reduce fp32 sum": SLOWER, **lines})
-    assert fitted("all_reduce", calls=1, size=1e6) == pytest.approx(2e-3)  # asynchronous, as in training
-    assert fitted("all_reduce", "bf16") is None
-    assert fitted("all_gather", "bf16") is not None
-
-
-def test_any_difference_makes_it_another(monkeypatch):
-    bandwidth.keep_fits(KEY, {"all_gather fp32": LINE})
-    ranks = ([peer(0)], [peer(0), peer(1, host="b")], [peer(0), peer(1, device="cuda:0 H200")])
-    others = [bandwidth.fits_key("nccl", [peer(0), peer(1)]), *(bandwidth.fits_key("gloo", of) for of in ranks)]
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    others.append(bandwidth.fits_key("gloo", [peer(0), peer(1)]))
-    for other in (*others, KEY | {"torch": "1.0"}):
-        assert fitted("all_gather", of=other) is None
-
-
-def test_the_newest_line_counts_unless_no_time_follows_it_or_its_sizes_are_smaller_and_other_series_stay():
-    bandwidth.keep_fits(KEY, {"all_gather fp32": SLOWER, "broadcast fp32": LINE})
-    bandwidth.keep_fits(KEY, {"all_gather fp32": LINE})
-    for worse in ({"alpha": -1e-3}, {"beta": -1e-9}, {"beta": 0.0}, {"largest": 2**10}):
-        bandwidth.keep_fits(KEY, {"all_gather fp32": replace(SLOWER, **worse)})
-        assert fitted("all_gather", calls=1, size=1e6) == fitted("broadcast", calls=1, size=1e6) == pytest.approx(2e-3)
-
-
-@pytest.mark.parametrize("line", [{}, None, [1], {**asdict(LINE), "beta": "fast"}])
-def test_a_line_that_is_damaged_is_none(line):
-    path = bandwidth.keep_fits(KEY, {"broadcast fp32": LINE})
-    kept = json.loads(path.read_text())
-    path.write_text(json.dumps({**kept, "lines": {**kept["lines"], "all_gather fp32": line}}))
-    assert fitted("all_gather") is None
-    assert fitted("broadcast") is not None
-    path.write_text(json.dumps({**kept, "lines": line}))
-    assert fitted("broadcast") is None

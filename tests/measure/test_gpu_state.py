@@ -14,22 +14,18 @@ def made(**others) -> SimpleNamespace:
     ends = ({0: "bus1", 1: "bus1"}, {0: "bus0", 1: "bus0"}, *[dict.fromkeys(range(3), "sw")] * 2)
     calls: list[str] = []
     answers = {
-        "NVML_CLOCK_SM": 1, "NVML_CLOCK_MEM": 2, "NVML_TEMPERATURE_GPU": 0, "NVML_NVLINK_MAX_LINKS": 4,
+        "NVML_TEMPERATURE_GPU": 0, "NVML_NVLINK_MAX_LINKS": 4,
         "NVML_P2P_CAPS_INDEX_NVLINK": 2, "NVML_P2P_STATUS_OK": 0,
         "nvmlInit": lambda: calls.append("init"),
         "nvmlShutdown": lambda: calls.append("shutdown"),
         "nvmlDeviceGetCount": lambda: 4,
         "nvmlDeviceGetHandleByIndex": lambda number: number,
         "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}".encode(),  # old versions of pynvml give bytes
-        "nvmlDeviceGetName": lambda handle: "NVIDIA H200",
         "nvmlDeviceGetPciInfo": lambda handle: SimpleNamespace(busId=f"bus{handle}"),
-        "nvmlDeviceGetClockInfo": lambda handle, kind: {1: 1980, 2: 3201}[kind],
-        "nvmlDeviceGetMaxClockInfo": lambda handle, kind: {1: 1980}[kind],
         "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: 0x4 | 0x40 | 0x800,  # and not the newer name
         "nvmlDeviceGetTemperature": lambda handle, sensor: 71,
-        "nvmlDeviceGetPowerUsage": mock.Mock(side_effect=RuntimeError("Not Supported")),
         "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 600_000,
-        "nvmlDeviceGetPowerManagementDefaultLimit": lambda handle: 700_000,
+        "nvmlDeviceGetPowerManagementDefaultLimit": mock.Mock(side_effect=RuntimeError("Not Supported")),
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: [SimpleNamespace(pid=1), SimpleNamespace(pid=2)],
         "nvmlDeviceGetCpuAffinity": lambda handle, words: [0b101, 0b1, *[0] * (words - 2)],
         "nvmlDeviceGetNvLinkState": lambda handle, link: int(link in ends[handle]),
@@ -42,10 +38,9 @@ def made(**others) -> SimpleNamespace:
 
 def test_a_gpu_is_described_and_what_it_does_not_tell_is_missing():
     gpu = gpu_state.inspect(made()).gpus[1]
-    assert (gpu.uuid, gpu.bus, gpu.name) == ("GPU-1", "bus1", "NVIDIA H200")
-    assert (gpu.sm_clock_mhz, gpu.sm_clock_most_mhz, gpu.memory_clock_mhz) == (1980, 1980, 3201)
+    assert (gpu.uuid, gpu.bus) == ("GPU-1", "bus1")
     assert gpu.clock_reasons == ["power cap", "too hot (hardware)"]
-    assert (gpu.power_limit_watts, gpu.power_limit_default_watts, gpu.power_watts) == (600, 700, None)
+    assert (gpu.power_limit_watts, gpu.power_limit_default_watts) == (600, None)
     assert (gpu.temperature_celsius, gpu.processes, gpu.near_cores) == (71, 2, [0, 2, 64])
 
 

@@ -384,3 +384,22 @@ def test_reset_builds_on_the_meta_device():
     materialize(model, model, device="cpu", seed=1)
     assert (model.module.layers[0].weight == len("layers.0.weight")).all()
     assert (model.module.layers[1].running_var == len("layers.1.running_var")).all()
+
+
+class Scaled(Plain):
+    def __init__(self, is_stacked: bool) -> None:
+        super().__init__()
+        self.is_stacked = is_stacked
+        self.first, self.second = (nn.Parameter(torch.tensor(value)) for value in (0.0, 1.0))
+
+    def forward(self, x):
+        if self.is_stacked:  # two weights of one element make a matrix, with which the product is another
+            return super().forward(x)[:, :2] * torch.stack([self.first, self.second]).exp()
+        return super().forward(x) * self.first.exp() + self.second
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_scalars_get_a_dimension_unless_that_changes_the_loss(is_stacked):
+    scaled = build({"_target_": target(Scaled), "is_stacked": is_stacked}, seed=1, example=example).module
+    assert [scaled.first.shape, scaled.second.shape] == [() if is_stacked else (1,)] * 2
+    assert [scaled.first.item(), scaled.second.item()] == [0, 1]

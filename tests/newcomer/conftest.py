@@ -27,7 +27,7 @@ def programs() -> Iterator[Path]:
         (wheel,) = Path(folder).glob("*.whl")
         venv.create(Path(folder, "environment"), with_pip=True)
         bin_folder = Path(folder, "environment", "bin")
-        extras = f"ptdbench[huggingface,wandb] @ {wheel.as_uri()}"
+        extras = f"ptdbench[huggingface,optuna,wandb] @ {wheel.as_uri()}"
         subprocess.run([bin_folder / "pip", "install", "--quiet", extras], check=True)
         yield bin_folder
 

@@ -25,6 +25,8 @@ SHORTENED = {
     r"model=gpt_small": "train.steps=2 train.global_batch=4 model.sequence_length=128",
     r"model=resnet50": "train.steps=2",
     r"experiment=(?!digits)": "train.steps=20",
+    r"n_trials=20": "hydra.sweeper.n_trials=4",
+    r"sampler\.seed=1 experiment": "train.steps=5 hydra.sweeper.n_trials=2",
     r"workload=(p2p|collectives|matmul)": "workload.seconds=0.01",
     r"train\.py (?!.*virtual).*ranks_per_node=8": "train.steps=10",
     r"model\.router\.balance=": "train.steps=10",

@@ -5,17 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.torch_version import TorchVersion
 
-from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Recompute, Selective
-from ptdbench.parallel.conflicts import SETTERS
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, as_typed
 from tests.parallel.made import layout_of, refused
-from tests.parallel.setters import needs_setters
 from tests.parallel.splitting import needs_splitting
 from tests.refusals import Abridged
 
@@ -27,11 +23,6 @@ STAGES_IN_SHARDS = {"shard": 4, "pipeline": 2}
 NO_EFFECT = "has no effect under these degrees of parallelism; it belongs to parallel"
 AT_LEAST_1 = "must be a whole number of at least 1"
 _1F1B = "parallel.schedule=interleaved1f1b"
-
-
-def with_setters(*values: Any) -> Any:
-    """A row for a torch whose FSDP has all options."""
-    return pytest.param(*values, marks=needs_setters)
 
 
 def split(*values: Any) -> Any:
@@ -53,13 +44,12 @@ def split(*values: Any) -> Any:
         (STAGES_IN_SHARDS, "reduce_scatter_each_microbatch", True, "has no effect under a pipeline, …; try false"),
         ({"shard": 4}, "schedule", "gpipe", f"{NO_EFFECT}=pdp"),
         ({"shard": 4}, "sequence", True, f"{NO_EFFECT}=tp,3d"),
-        ({"shard": 4}, "context_method", "ring", f"{NO_EFFECT}.context=2"),
+        ({"shard": 4}, "context_method", "ring", f"{NO_EFFECT}=cp"),
         ({"shard": 4}, "optimizer", "zero1", f"{NO_EFFECT}=ddp,pdp"),
         *((degrees, "sync_batchnorm", True, f"{NO_EFFECT}=ddp,pdp,fsdp,hsdp")
           for degrees in ({}, {"pipeline": 2}, {"tensor": 2}, {"context": 2})),
         ({"replicate": 4}, "prefetch", 2, f"{NO_EFFECT}=fsdp,hsdp"),
         ({"shard": 4}, "prefetch", 0, AT_LEAST_1),
-        with_setters({"shard": 4}, "reduce_scatter_buffers", 0, AT_LEAST_1),
         (STAGES_IN_SHARDS, "reshard_after_forward", 2, "… is not supported with pipeline, …; try true, false"),
         (PDP, "stages_per_rank", 2, f"must be 1 under 1f1b; try auto, or {_1F1B}"),
         split({**PDP, "schedule": "dualpipev"}, "stages_per_rank", 3, f"must be 2 under dualpipev; … or {_1F1B}"),
@@ -185,11 +175,3 @@ def test_what_this_torch_lacks_is_refused(monkeypatch):
     rule = "needs torch 2.15 or newer (installed: 2.14.1+cpu); try interleaved1f1b, looped_bfs"
     Strategy(**PDP, schedule="looped_bfs")
     assert refused(lambda: Strategy(**PDP, schedule="zbv")) == f"schedule=zbv: {rule}"
-    for setter in SETTERS.values():
-        monkeypatch.delattr(FSDPModule, setter, raising=False)
-    Strategy(**FSDP, reduce_scatter_buffers=1)
-    refusal = f"reduce_scatter_buffers=2: needs FSDPModule.…, missing from torch {torch.__version__}; try 1"
-    assert refused(lambda: Strategy(**FSDP, reduce_scatter_buffers=2)) == Abridged(refusal)
-    monkeypatch.setattr(ring, "_NEEDED", ("no_such_function",))
-    refusal = f"context_method=ring: needs …no_such_function, missing from torch {torch.__version__}; try ulysses"
-    assert refused(lambda: Strategy(context=2, context_method="ring")) == Abridged(refusal)

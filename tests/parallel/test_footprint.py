@@ -1,4 +1,4 @@
-"""Training state as it is foreseen, without ranks; what they really hold: ``test_comm_volume.py``."""
+"""Training state as it is foreseen, without ranks; what they really hold: ``test_traffic.py``."""
 
 from functools import partial
 from typing import Any

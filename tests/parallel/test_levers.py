@@ -18,7 +18,6 @@ from ptdbench.training.loop import StepLoop
 from tests.daily import cases, selected
 from tests.parallel.made import data, gpt, laid_out, whole, with_weights
 from tests.parallel.ranks import on_ranks
-from tests.parallel.setters import HAS_SETTERS
 from tests.workloads.made_loop import step_loop
 
 pytestmark = pytest.mark.ranks
@@ -49,9 +48,6 @@ EXACT = {
     "prefetch 9, hsdp": Lever(replicate=2, shard="auto", prefetch=9, micro_batch=2),
     "prefetch 2, reshard 2": Lever(shard="auto", prefetch=2, reshard_after_forward=2),
     "prefetch 2, stages": Lever(shard="auto", pipeline=2, microbatches=4, prefetch=2),
-    **({
-        "own messages, hsdp": Lever(replicate=2, shard="auto", separate_reduce_scatter=True, reduce_scatter_buffers=2),
-    } if HAS_SETTERS else {}),
     "offload, accumulated": Lever(shard="auto", offload="optimizer_and_weights", micro_batch=1, prefetch=2),
     "offload, reduced each": Lever(shard="auto", offload="optimizer_and_weights", micro_batch=2,
                                    reduce_scatter_each_microbatch=True),
@@ -131,7 +127,6 @@ def losses_of(of_ranks: list[dict[str, Any]], name: str) -> list[float]:
         "reshard 2, kept between",
         "prefetch 2, stages",
         "offload, hsdp",
-        *(["own messages, hsdp"] if HAS_SETTERS else []),
     ],
 )
 def test_exact_levers_follow_one_process(of_ranks, name):

@@ -24,6 +24,7 @@ def test_logs_are_read_by_rank_with_their_steps(tmp_path):
     first, second = read(tmp_path)
     assert (first.facts["rank"], second.facts["rank"]) == (2, 10)
     assert [[*map(Kind, step["kind"])] for step in first.steps()] == [[Kind.KERNEL, Kind.EVENT], [Kind.WAIT]]
+    assert [*first.last().records["kind"]] == [b"M", b"W", b"M"]
     assert second.names[second.records["name"][1]] == "name 1"
 
 

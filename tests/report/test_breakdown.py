@@ -126,26 +126,6 @@ def test_operations_with_what_they_send_and_how_fast():
     ]
 
 
-def test_formula_and_fit_stand_beside_what_was_measured_where_they_are_known():
-    sent = {
-        "all_reduce": operation(6, 10, formula_bytes=4.5e6, fit_seconds=0.007),
-        "dispatch": operation(6, 10, formula_bytes=None),  # the data decide
-    }
-    record = phased("ep", 50, {"forward": [20], "backward": [20]}, communication=sent)
-    text = of_runs({"ep": record, "fsdp": FSDP}, 200)
-    start = text.index("run   operation")
-    assert [re.split(r"\s{2,}", line) for line in text[start:].splitlines() if not line.startswith("──")][:4] == [
-        ["run", "operation", "calls", "MB", "by formula", "ms", "by fit", "exposed ms", "GB/s"],
-        ["ep", "all-reduce", "2.00", "4.00", "4.50", "10.0", "7.00", "6.00", "0.400"],
-        ["ep", "dispatch", "2.00", "4.00", "-", "10.0", "-", "6.00", "0.400"],
-        ["fsdp", "all-gather", "2.00", "64.0", "-", "40.0", "-", "37.0", "1.60"],
-    ]
-    legend = " ".join(text[start:].split())
-    assert "; by formula: expected MB; ms: in flight, " in legend
-    assert "; by fit: expected ms, by the line of workload=collectives; " in legend
-    assert "by formula" not in of_runs({"fsdp": FSDP}, 200)
-
-
 def test_the_ranks_of_a_run():
     text = of_ranks(PDP, "pdp 1x2 1f1b", 100)
     assert rows(text) == [

@@ -26,8 +26,8 @@ FIELDS = {
         "host_seconds": [0.012, 0.034],
         "kernels": {"product": [10, 8], "copy": [0, 2]},
         "messages": {
-            "all_gather": {"calls": 4.0, "bytes": 1000.0, "formula_bytes": 1000.0},
-            "send": {"calls": 2.0, "bytes": None, "formula_bytes": None},
+            "all_gather": {"calls": 4.0, "bytes": 1000.0},
+            "send": {"calls": 2.0, "bytes": None},
         },
         "reason": None,
     },
@@ -41,8 +41,8 @@ def test_a_run_and_a_plan_of_some_passes_are_explained_by_kernels_and_messages()
     assert lines[0] == "fsdp on virtual NVIDIA H200, ranks 0, 131 of 256"
     assert lines[3].split() == ["0", "3", "GiB", "4", "GiB", "1", "GiB", "2", "GiB"]
     assert "10 kernels in a step on rank 0: 10 product" in lines
-    assert lines[-4].split() == ["all_gather", "4", "1,000", "1,000"]
-    assert lines[-3].split() == ["send", "2", "-", "-"]
+    assert lines[-4].split() == ["all_gather", "4", "1,000"]
+    assert lines[-3].split() == ["send", "2", "-"]
     assert lines[-1] == "the host launched a step in 34 ms, beside the other ranks on this machine"
     plan = RUN | {"kind": "planned", "plan": {"accumulation": 2}}
     told = virtual.explained(plan | {"layout": {"accumulation": 8}}, "fsdp", 140)

@@ -187,19 +187,17 @@ def link(source, target, latency=2e-5, bandwidth=1.5e9):
 
 def p2p(ranks, **changes):
     pairs = [link(a, b) for a in range(ranks) for b in range(ranks) if a != b]
-    both = [{"ranks": [a, b], "sizes": link(a, b)["sizes"]} for a in range(ranks) for b in range(a + 1, ranks)]
-    return {"pairs": pairs, "both": both, "cut": []} | changes
+    return {"pairs": pairs, "cut": []} | changes
 
 
 class TestLinks:
     def test_a_matrix_by_pair(self):
         figures = p2p(2, pairs=[link(0, 1, 2e-5, 1.5e9), link(1, 0, 3e-5, None)])
-        latency, bandwidth, both = p2p_tables(convert(figures, P2P), 100).split("\n\n")
+        latency, bandwidth = p2p_tables(convert(figures, P2P), 100).split("\n\n")
         assert latency.splitlines()[0] == "latency in µs, from row to column"
         assert [line.split() for line in latency.splitlines()[3:]] == [["0", "-", "20.0"], ["1", "30.0", "-"]]
         assert bandwidth.splitlines()[0] == "bandwidth at 64 MiB in GB/s, from row to column"
         assert [line.split() for line in bandwidth.splitlines()[3:]] == [["0", "-", "1.50"], ["1", "-", "-"]]
-        assert cells(both, "0 and 1") == ["0 and 1", "64 MiB", "40.0 ms", "1.50"]
 
     def test_of_many_pairs_the_slowest_are_shown(self):
         many = p2p(12)
@@ -209,12 +207,11 @@ class TestLinks:
         assert first[0] == "the 10 slowest of 132 pairs, bandwidth at 64 MiB in GB/s"
         assert first[3].split() == ["4", "7", "20.0", "0.100"]
         assert len(first) == 13
-        assert "both directions at once, the 10 slowest of 66 pairs" in text
 
     def test_nothing_measured_is_no_error(self):
         nothing = {"source": 0, "target": 1, "latency": None, "bandwidth": None, "fit": None, "sizes": []}
         cut = [{"source": 0, "target": 1, "from_bytes": 8, "reason": "too long"}]
-        found = {"pairs": [nothing], "both": [{"ranks": [0, 1], "sizes": []}], "cut": cut}
+        found = {"pairs": [nothing], "cut": cut}
         assert "rank 0 to rank 1: not from 8 B on: too long" in p2p_tables(convert(found, P2P), 100)
 
 

@@ -3,6 +3,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 from urllib.error import URLError
 
@@ -19,7 +20,7 @@ from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import Failure, crash_file
 from ptdbench.records.ownership import Attempt
 from ptdbench.run import door, ending, rank
-from ptdbench.setup import training_spec
+from ptdbench.setup import config, training_spec
 from tests.conftest import composed
 from tests.shared_ranks import carry_out
 from tests.sweep.made import CONFIG
@@ -135,14 +136,29 @@ def test_failure_before_the_rendezvous_is_recorded(directory, monkeypatch):
 @pytest.mark.parametrize(
     ("saved", "says"), [(True, "it has saved: "), (False, "could not be saved (see remarks)"), (None, "starts over: ")]
 )
-def test_stopped_run_says_what_it_saved(directory, saved, says):
+def test_stopped_run_says_what_it_saved_and_is_requeued_only_then(directory, monkeypatch, saved, says):
+    requeued = []
+    monkeypatch.setattr(ending, "_requeue", lambda *_: requeued.append(saved))
     store.write_record(directory, {**OPEN, "directory": "run"})
-    ending.write_result(attempt(directory), torch.device("cpu"), [], Outcome(stopped="SIGUSR2", saved=saved))
+    spec = SimpleNamespace(config=SimpleNamespace(cluster=None))
+    ending.write_result(attempt(directory), spec, torch.device("cpu"), [], Outcome(stopped="SIGUSR2", saved=saved))
     written = store.load_record(directory)
     assert (says in written["error"]["message"], written["status"]) == (True, "preempted")
+    assert requeued == [True] * (saved is True)
 
 
 def test_the_warning_ahead_of_a_time_limit_is_told_as_what_it_is():
     in_job = {**OPEN, "directory": "run", "config": {"cluster": {"submit": "wait"}}}
     assert record.stopped(in_job, "SIGUSR2 after step 1")["status"] == "timeout"
     assert record.stopped(in_job, "SIGTERM after step 1")["status"] == "preempted"
+
+
+def test_container_asks_the_jobs_script_to_requeue(directory, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    ledger.begin(directory, [])
+    (run := directory / "run").mkdir()
+    store.write_record(run, OPEN)
+    asked = composed("cluster=slurm", "cluster.requeue=true", "cluster.container.image=/i.sqsh")
+    ending._requeue(attempt(run), config.read(asked).cluster, OPEN, "SIGUSR2 after step 1")
+    assert (directory / ".requeue-7").exists()
+    assert "saved and requeued (1 of 10)" in store.load_record(run)["error"]["message"]

@@ -118,8 +118,10 @@ class TestMisspellings:
 
 #: What is typed, and the whole answer; ``-m``: of a sweep.
 TOLD = {
-    "parallel=quantum": "parallel=quantum: there is no such choice; try 3d, ddp, ep, fsdp, hsdp, pdp, single, tp",
-    "-m parallel=glob(x*)": "parallel=glob(x*): there is no such choice; try 3d, ddp, ep, fsdp, hsdp, pdp, single, tp",
+    "parallel=quantum": "parallel=quantum: there is no such choice; try 3d, cp, ddp, ep, fsdp, hsdp, pdp, single, tp, zero1",
+    "parallel=zero2": "parallel=zero2: there is no such choice; try fsdp parallel.reshard_after_forward=false",
+    "parallel=none": "parallel=none: there is no such choice; try single",
+    "-m parallel=glob(x*)": "parallel=glob(x*): there is no such choice; try 3d, cp, ddp, ep, fsdp, hsdp, pdp, single, tp, zero1",
     "=": "=: there is no such option; see python train.py --cfg job",
     "hydra.foo=1": "hydra.foo=1: there is no such option; see python train.py --cfg hydra",
     "qqqq=1": "qqqq=1: there is no such option; see python train.py --cfg job",
@@ -139,8 +141,8 @@ TOLD = {
     "model@a=toy": "model@a=toy: Could not override 'model@a'. Did you mean to override model?",
     "-m cluster=slurm,local": "cluster=slurm,local: a sweep has one; start one sweep for each",
     "-m +hydra.job.env_set.A=Ring,Tree": "hydra.job.env_set.A=Ring,Tree: … one value …; start one sweep for each",
-    "-m optimizer.lr=interval(1,2)": "optimizer.lr=interval(1,2): is a range; give a list of values",
-    "-m hydra/sweeper=ax seed=1,2": "hydra/sweeper=ax: there is no such choice; try basic…",
+    "-m optimizer.lr=interval(1,2)": "optimizer.lr=interval(1,2): is a range, …; add -m hydra/sweeper=optuna, or …",
+    "-m hydra/sweeper=ax seed=1,2": "hydra/sweeper=ax: there is no such choice; try basic, optuna",
 }
 
 
@@ -262,12 +264,15 @@ def test_options_of_the_sweeper_are_typed_with_a_plus_or_a_tilde(tmp_path):
     params = "defaults: [config, _self_]\nhydra:\n  sweeper:\n    params:\n      seed: 1,2\n"
     (tmp_path / "mine.yaml").write_text(params)
     source = Source(CONF, "mine", str(tmp_path))
-    word = "~hydra.sweeper.params.seed"
-    composed = compose_all(["model=toy", word], True, source)
-    with source.open():
-        sweep = composed.sweep()
-    assert sweep.hydra.overrides.task == ["model=toy"]
-    assert sweep.hydra.overrides.hydra == [word, "hydra.mode=MULTIRUN"]
+    for words in (
+        ["~hydra.sweeper.params.seed"],
+        ["hydra/sweeper=optuna", "+hydra.sweeper.sampler.constant_liar=true"],
+    ):
+        composed = compose_all(["model=toy", *words], True, source)
+        with source.open():
+            sweep = composed.sweep()
+        assert sweep.hydra.overrides.task == ["model=toy"]
+        assert sweep.hydra.overrides.hydra == [*words, "hydra.mode=MULTIRUN"]
 
 
 class TestExperiments:
@@ -277,6 +282,7 @@ class TestExperiments:
         "e1": "hydra: {sweeper: {params: {optimizer.lr: '0.1,0.2'}}}",
         "e2": "hydra: {sweeper: {params: {optimizer.lr: '0.01,0.02,0.03'}}}",
         "on_slurm": "defaults: [override /cluster: slurm]",
+        "searching": "defaults: [override /hydra/sweeper: optuna]",
         "two_at_once": "hydra: {sweeper: {max_batch_size: 2}}",
         "plain": "seed: 7",
         "elsewhere": "hydra: {sweep: {dir: there}}",
@@ -303,10 +309,13 @@ class TestExperiments:
         [
             ("experiment=e1,on_slurm", "cluster=local,slurm: a sweep has one"),
             ("experiment=on_slurm,e1", "cluster=slurm,local: a sweep has one"),
+            ("experiment=e1,searching", "hydra/sweeper=basic,optuna: a sweep has one"),
             ("experiment=plain,two_at_once", "hydra.sweeper.max_batch_size=null,2: a sweep has one"),
             ("experiment=elsewhere,e1", "hydra.sweep.dir=there,outputs/"),
             ("repeat=3,5 repeat.seed=0,1", "repeat.runs=3,5: a sweep has one"),
             ("cluster=slurm cluster.submit=wait,detach", "cluster.submit=wait,detach: a sweep has one"),
+            ("hydra/sweeper=optuna experiment=e1,e2,plain", "hydra.sweeper.params.optimizer.lr=null,0.1,0.2,0.01,"),
+            ("hydra/sweeper=optuna objective=throughput,held_out_loss", "objective=throughput,held_out_loss: a sweep"),
         ],
     )
     def test_a_sweep_has_one_of_what_is_not_of_its_runs(self, runs, words, told):

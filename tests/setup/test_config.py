@@ -55,6 +55,7 @@ def test_a_name_is_a_text(value, said):
             "try 0.1"
             for part in (1, -0.1)
         ),
+        "objective=speed: must be throughput, held_out_loss or held_out_accuracy",
         "profile.steps=-1: must be at least 0",
         "train.steps=0: must be at least 1",
         "train.micro_batch=half: must be a whole number, auto, max or best",

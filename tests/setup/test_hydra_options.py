@@ -112,3 +112,43 @@ def test_a_directory_that_is_not_used_may_refer_to_nothing():
     plans.composed(["model=toy", "hydra.run.dir=x/${nope}"], None)  # a plan has the directory of a sweep
     with pytest.raises(ConfigError, match="give the value itself"):
         plans.composed(["model=toy", "model.name=${nope}"], None)
+
+
+class TestSearch:
+    WORDS = ("hydra/sweeper=optuna", "hydra.mode=MULTIRUN", "seed=1,2")
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ("cluster=slurm cluster.submit=detach", "…of its jobs before it can choose the next ones; try wait"),
+            ("cluster=slurm sweep.same_nodes=true",
+             "sweep.same_nodes=true: hydra/sweeper=optuna … by earlier results, … at once; omit it"),
+            ("virtual=h100", "virtual=h100: … takes no time, so hydra/sweeper=optuna …; try a sweep of lists, or …"),
+        ],
+    )  # fmt: skip
+    def test_results_that_come_too_late_or_tell_nothing(self, words, said):
+        assert refused(*self.WORDS, *words.split()) == Abridged(said)
+
+    def test_one_that_goes_on_and_would_draw_other_values(self, tmp_path):
+        told = "…drawn without a seed, …; start another sweep; one that can be resumed sets hydra.sweeper.sampler.seed"
+        assert refused(*self.WORDS, goes_on=tmp_path) == Abridged(told)
+
+    @pytest.mark.parametrize(
+        ("typed", "file", "direction", "rate"),
+        [
+            ("", "", "maximize", 1.0),
+            ("hydra.sweeper.direction=minimize", "", "minimize", 1.0),
+            ("objective=held_out_loss eval.every=1", "", "minimize", 1.0),
+            ("experiment=mine", "direction: minimize", "minimize", 1.0),
+            ("experiment=mine", "max_failure_rate: 0.0", "maximize", 0.0),
+        ],
+    )
+    def test_what_a_sweeper_is_set_to(self, tmp_path, typed, file, direction, rate):
+        """Also to what is a default of the plugin."""
+        (tmp_path / "experiment").mkdir()
+        (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\nhydra: {{sweeper: {{{file}}}}}\n")
+        source = Source(CONF, extra=str(tmp_path))
+        composed = compose_all(["model=toy", *self.WORDS, *typed.split()], source=source)
+        with source.open():  # what the sweeper is made of
+            sweeper = composed.sweep().hydra.sweeper
+        assert (sweeper.direction, sweeper.max_failure_rate) == (direction, rate)

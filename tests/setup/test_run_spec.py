@@ -18,6 +18,7 @@ from ptdbench.setup.training_spec import Flops
 from tests.conftest import read
 from tests.models.assembled import assembled
 from tests.refusals import Abridged, refusal_of
+from tests.workloads import made_task
 
 
 def make(*overrides: str, device: str = "cpu", world: World | None = None) -> run_spec.RunSpec:
@@ -96,6 +97,8 @@ TOLD = {
     "data.sequence_length=64": "must be 128, that of model=gpt_tiny, for which …; try model.sequence_length=64",
     "model=resnet18 optimizer=muon": "is for matrices, and model=resnet18 has none …; try adamw",
     "cluster=slurm cluster.requeue=true": "… continues from its last checkpoint, …; give checkpoint.every_steps",
+    "model=toy objective=held_out_loss": "… held-out samples, and eval.every=null never evaluates; try eval.every=60",
+    "data.held_out=0.1 eval.every=5 objective=held_out_accuracy": "… data=text have no classes; try held_out_loss",
     "virtual=h100 device=cpu": "virtual=h100 is a GPU; try auto, or virtual=none",
     **{
         f"virtual=h100 {layout} backend=gloo": f"{rule}; try nccl, or device=cpu"
@@ -289,6 +292,12 @@ class TestModelsOfTheUser:
         """What a person tries first: the class without ``model=custom``."""
         told = f"model._target_={target}: … the options of model=toy; try model=custom model._target_={target}, which …"
         assert refused("model=toy", f"model._target_={target}")[-1] == Abridged(told)
+
+    def test_one_that_has_no_accuracy(self):
+        options = (f"model._target_={made_task.__name__}.OnlyLoss", "eval.every=5", "objective=held_out_accuracy")
+        (line,) = refused(*made_task.TASK, *options)
+        rule = "forward() of model=OnlyLoss takes targets and returns a loss alone"
+        assert line.startswith(f"objective=held_out_accuracy: {rule}; try held_out_loss")
 
     @pytest.mark.parametrize(
         ("options", "told"),

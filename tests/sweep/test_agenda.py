@@ -13,14 +13,20 @@ from ptdbench.report.labels import titles
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import blocks
 from ptdbench.sweep.agenda import Agenda, SweepEta
+from tests.refusals import Abridged, refusal_of
 from tests.report.made import made
 
 
-def test_repeats_share_a_title(asked, monkeypatch):
+def test_repeats_share_a_title_and_a_search_knows_no_number(asked, monkeypatch, tmp_path):
     eta, counts = SweepEta(asked("seed=0", "repeat.runs=50")), []
     monkeypatch.setattr("ptdbench.sweep.agenda.titles", lambda drafts: counts.append(len(drafts)) or titles(drafts))
     assert [eta.heading(number).title for number in range(3)] == ["toy ddp"] * 3
     assert counts == [1]
+    runs = asked("seed=0,1")
+    agenda = Agenda(tmp_path, runs[:1], searches=True)
+    assert str(agenda.eta.heading(0)) == "[1] toy ddp"
+    agenda.runs.append(runs[1])
+    assert str(agenda.eta.heading(1)) == "[2] toy ddp seed=1"
 
 
 def test_runs_to_come_take_the_mean_of_those_that_ended_well(asked):
@@ -112,6 +118,24 @@ def test_a_run_with_checkpoints_of_other_options_is_left_as_it_is(asked, tmp_pat
     assert store.load_record(tmp_path / "0_toy_ddp") == written
     shutil.rmtree(tmp_path / "0_toy_ddp" / "checkpoints")
     assert Agenda(tmp_path, others).open(0) is not None
+
+
+def test_a_search_that_goes_on_tells_its_sweeper_the_same_of_what_has_ended_and_replaces_none_of_it(asked, tmp_path):
+    runs, others = asked("seed=0,1"), asked("seed=7,8")
+    for number, status in enumerate(("oom", "preempted")):
+        Agenda(tmp_path, runs, searches=True).open(number)
+        written = store.load_record(tmp_path / f"{number}_toy_ddp") | {"status": status, "error": None}
+        store.write_record(tmp_path / f"{number}_toy_ddp", written)
+        store.append_result(tmp_path, written)
+    before = (tmp_path / store.RESULTS).read_bytes()
+    agenda = Agenda(tmp_path, runs, searches=True)
+    assert agenda.open(0) is None
+    assert (tmp_path / store.RESULTS).read_bytes() == before
+    told = Abridged("…, seed=0 (here 7), and the sweeper chooses other values now; start another …")
+    assert refusal_of(Agenda(tmp_path, others, searches=True).open, 0) == told
+    assert store.load_record(tmp_path / "0_toy_ddp")["status"] == "oom"
+    assert agenda.open(1) is not None
+    assert Agenda(tmp_path, others, searches=True).open(1) is not None  # which has not been told
 
 
 def test_a_run_that_would_go_on_in_another_shape_is_left_as_it_is(asked, tmp_path, capsys):

@@ -39,6 +39,7 @@ class TestRefused:
             (["repeat=auto", "repeat.max=4", "repeat.block=4"], "repeat.block=4: there are 4 blocks, …; omit it …"),
             (["repeat=2", "hydra.sweep.subdir=${parallel.name}"],
              "hydra.sweep.subdir=${parallel.name}: with repeat.runs=2 …; add ${hydra.job.num} to it, or …"),
+            (["hydra/sweeper=optuna", "repeat=3"], "repeat.runs=3: hydra/sweeper=optuna … none; omit it, and …"),
             (["repeat=auto", "virtual=h100"], "repeat.runs=auto: … virtual=h100 take no time, …; omit it"),
         ],
     )  # fmt: skip

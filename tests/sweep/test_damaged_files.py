@@ -4,14 +4,10 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from docs.record_tables import parts
 from ptdbench.files import strict
 from ptdbench.launch import slurm
 from ptdbench.records import ledger, record, schema, store
@@ -23,42 +19,11 @@ from tests.refusals import Abridged
 from tests.sweep.made import CONFIG, DONE
 from tests.training.test_metrics import MEASURED
 
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-
 #: What a run that went well has left.
 WHOLE = json.loads(json.dumps(record.begin(CONFIG, Path("outputs/sweep/0_toy_ddp"), {}) | DONE))
 
-#: Workloads that do not train.
-WORKLOADS = ("hello", "matmul", "check", "p2p", "collectives")
 #: The same of schema 1.
 OLD = {name: value for name, value in WHOLE.items() if name != "schema"}
-
-#: Fields of records and of their parts, and those of workloads that do not train.
-NAMES = sorted(
-    {*record.FIELDS, *WORKLOADS, "products", "shape", "groups", "median", "step_seconds", "startup_seconds"}.union(
-        *(kind.__struct_fields__ for kind in parts(schema.Record))
-    )
-)
-
-leaves = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
-    st.sampled_from(["ok", "failed", "preempted", *WORKLOADS, "²_x", "9" * 5000, "\ud800\x1b[2J", 10**400, 1e308]),
-)  # fmt: skip
-values = st.recursive(
-    leaves,
-    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.sampled_from(NAMES), parts, max_size=4),
-    max_leaves=8,
-)
-
-
-@st.composite
-def records(draw: Any) -> Any:
-    """A record of which some fields, or fields of their parts, hold other values."""
-    made = json.loads(json.dumps(WHOLE))
-    for name in draw(st.lists(st.sampled_from(NAMES), max_size=4)):
-        place = draw(st.sampled_from([made, *(part for part in made.values() if isinstance(part, dict))]))
-        place[name] = draw(values)
-    return made
 
 
 def shown(directory: Path) -> str:
@@ -94,13 +59,6 @@ def sweep_of(written: bytes, result: bytes, progress: bytes = b"") -> str:
         ledger.write(Path(folder) / "sweep", ledger.Ledger([], jobs))
         (Path(folder) / "sweep" / store.RESULTS).write_bytes(result)
         return shown(Path(folder) / "sweep")
-
-
-@QUICK
-@given(records() | values, records() | values, values)
-def test_any_values_in_the_fields_of_a_record(written, result, progress):
-    texts = [json.dumps(value).encode() for value in (written, result, progress)]
-    assert "toy ddp" in sweep_of(texts[0], texts[1] + b"\n", texts[2])
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,9 @@ def test_lists_are_a_sweep_in_one_job_and_what_auto_came_to_is_stated():
     assert "--job-name=ptdbench-sweep" in flags
     _, command = written("parallel=glob(fs*)")  # if of one value
     assert command[4:6] == ["-m", "model=toy"]
-    words = ["repeat=auto", "parallel=ddp,fsdp"]  # the first rank decides when to stop
-    _, command = written(*words)
-    assert command[4:-2] == ["-m", "model=toy", "device=cpu", *words]
+    for words in (["repeat=auto", "parallel=ddp,fsdp"], ["hydra/sweeper=optuna", "seed=1,2"]):  # the first rank decides
+        _, command = written(*words)
+        assert command[4:-2] == ["-m", "model=toy", "device=cpu", *words]
 
 
 @pytest.mark.parametrize(

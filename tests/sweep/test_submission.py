@@ -1,14 +1,17 @@
 """Submissions, as far as they need no cluster: which jobs share an array, what a job is given, one after another."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from hydra.core.plugins import Plugins
 
 from ptdbench import entry, search_path, terminal
 from ptdbench.launch import local, slurm
@@ -19,6 +22,7 @@ from ptdbench.setup import resume
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import execution, status, submission, watch
 from ptdbench.sweep.agenda import Agenda
+from ptdbench.sweep.execution import NoObjective
 from ptdbench.sweep.submission import Array, arrays
 from tests.refusals import Abridged, refusal_of
 
@@ -41,6 +45,22 @@ class TestArrays:
     )  # fmt: skip
     def test_what_is_told_otherwise_needs_another(self, asked, override):
         assert numbers(asked(override)) == [[[0]], [[1]]]
+
+    @pytest.mark.parametrize(("most", "sizes"), [(4, [3, 3]), (6, [6]), (2, [2, 2, 2]), (1, [1] * 6), (0, [1] * 6)])
+    def test_no_array_is_longer_than_slurm_allows(self, asked, monkeypatch, most, sizes):
+        """And together they run as many jobs at once as one would."""
+        monkeypatch.setattr(slurm, "_output", lambda *_: f"MaxArraySize            = {most}\n")
+        scripts = []
+        monkeypatch.setattr(slurm, "test", lambda script: scripts.append(script) or "ok")
+        submission.require_accepted(asked("seed=range(0,6)"), {"array_parallelism": 7})
+        flags = [re.findall(r"--array=0-(\d+)%(\d+)", script) for script in scripts]
+        at_once = 7 // len(sizes)
+        assert flags == [[(str(size - 1), str(min(at_once, size)))] if size > 1 else [] for size in sizes]
+
+    def test_more_arrays_than_jobs_may_run_at_once(self, asked, monkeypatch):
+        monkeypatch.setattr(slurm, "_output", lambda *_: "MaxArraySize            = 4\n")
+        said = refusal_of(submission.require_accepted, asked("seed=range(0,6)"), {"array_parallelism": 1})
+        assert said == Abridged("hydra.launcher.array_parallelism=1: 6 jobs make 2 arrays, … is 4 here; try 2, or …")
 
 
 class TestSameNodes:
@@ -112,6 +132,32 @@ def test_a_job_makes_the_folders_of_its_output_as_it_may_start_before_others_do(
     assert (folder / f"{job}_0_log.out").read_text() == "no token\n" * steps
     assert (folder / f"{job}_0_log.err").read_text() == "trouble\n" * steps
     assert [path.name for path in sorted(folder.glob("?"))] == [*map(str, range(count))] * together
+
+
+@pytest.mark.parametrize(
+    ("variables", "asked_for", "requeued"),
+    [
+        ({"SLURM_JOB_ID": "7"}, True, "requeue 7\n"),
+        ({"SLURM_JOB_ID": "7"}, False, ""),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, True, "requeue 7_0\n"),
+    ],
+)
+def test_the_script_requeues_its_job_where_a_rank_in_a_container_asks_for_it(
+    asked, tmp_path, variables, asked_for, requeued
+):
+    image = ["cluster.container.image=/i.sif", "cluster.container.kind=apptainer"]
+    runs = asked("cluster.requeue=true", "checkpoint.every_steps=5", *image)
+    _, _, end = Array([runs], "toy", tmp_path / "my sweep").script({}).partition("failed=0\n")
+    (tmp_path / "my sweep").mkdir()
+    if asked_for:
+        (tmp_path / "my sweep" / f".requeue-{variables['SLURM_JOB_ID']}").touch()
+    commands = "set -e; failed=0; srun() { return 3; }; scontrol() { echo $*; }\n"
+    for said in (requeued, ""):  # once
+        done = subprocess.run(
+            ["bash", "-c", commands + end], env=variables | {"PATH": "/usr/bin:/bin"}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (3, said)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +286,58 @@ def test_the_script_searches_for_a_micro_batch_before_it_starts_the_ranks_and_sa
 
 
 class TestFollowed:
+    """Batch by batch, as results decide: those of a search, and of repeats."""
+
+    @pytest.fixture
+    def search(self, asked, monkeypatch):
+        """Carry out batches by jobs that end at once; what the sweeper is told of each run."""
+
+        def it(agenda, batches):
+            words = ["cluster=slurm", "model=toy", "hydra/sweeper=optuna", "seed=1,2"]
+            words += ["hydra/launcher=submitit_slurm", "hydra.launcher.array_parallelism=1"]
+            told = []
+
+            def instantiate(*, config, hydra_context, task_function):
+                def sweep(arguments):
+                    for batch in batches:
+                        told.append(task_function(batch, sum(len(done) for done in told)))
+
+                return SimpleNamespace(sweep=sweep)
+
+            monkeypatch.setattr(Plugins.instance(), "instantiate_sweeper", instantiate)
+            execution.search(agenda, compose_all(words, multirun=True))
+            return told
+
+        return it
+
+    def test_jobs_are_waited_for_and_their_objectives_told(self, search, tmp_path, monkeypatch):
+        """The numbers go on, and a job that fails raises when the sweeper asks for its result."""
+        submitted, told = [], []
+        monkeypatch.setattr(slurm, "submit", lambda script: submitted.append(script) or str(100 + len(submitted)))
+
+        def follow(sweep_directory, known):
+            told.append(sorted(known))
+            jobs = ledger.read(sweep_directory).jobs
+            for one in jobs:
+                directory = sweep_directory / one.directory
+                written = store.load_record(directory)
+                seed = written["config"]["seed"]
+                done = {"status": "ok", "metrics": {"samples_per_second": 8.0 * seed}} if seed < 3 else {"error": None}
+                store.write_record(directory, written | done)
+            return {one.directory for one in jobs}
+
+        monkeypatch.setattr(watch, "follow", follow)
+        words = ["cluster=slurm", "model=toy"]
+        batches = [[[*words, "seed=1"], [*words, "seed=2"]], [[*words, "seed=3"]]]
+        first, (second,) = search(Agenda(tmp_path, searches=True), batches)
+        assert [done.return_value for done in first] == [8.0, 16.0]
+        with pytest.raises(NoObjective, match=r"^2_toy_ddp_seed-3: failed, so that it has no throughput$"):
+            _ = second.return_value
+        names = ["0_toy_ddp_seed-1", "1_toy_ddp_seed-2", "2_toy_ddp_seed-3"]
+        assert [one.directory for one in ledger.read(tmp_path).jobs] == names
+        assert told == [[], names[:2]]
+        assert "#SBATCH --array=0-1%1" in submitted[0]  # as the launcher that was typed has it
+
     def test_a_block_of_repeats_waits_for_the_one_before(self, asked, tmp_path, monkeypatch):
         happened = []
 
@@ -260,12 +358,15 @@ class TestFollowed:
     def test_jobs_that_an_earlier_start_left_in_the_queue_are_waited_for_once(self, tmp_path, monkeypatch):
         told = []
         monkeypatch.setattr(watch, "follow", lambda _, known: told.append(known) or {"0_toy_ddp"})
-        composed = compose_all(["cluster=slurm", "model=toy", "repeat.runs=auto"], multirun=True)
-        agenda = Agenda.of(composed, [], tmp_path, None, frozenset({"0_toy_ddp"}))
-        execute = execution.executor(agenda, composed)
+        agenda = Agenda(tmp_path, queued=frozenset({"0_toy_ddp"}), searches=True)
+        execute = execution.executor(agenda, compose_all(["cluster=slurm", "model=toy"], multirun=True))
         for _ in range(2):
             execute([])
         assert told == [set()]
+
+    def test_what_a_sweeper_chose_and_nobody_can_compose_ends_it_with_the_reason(self, search, tmp_path):
+        with pytest.raises(ConfigError, match=r"^command line=model=toy x=1: Could not override 'x'"):
+            search(Agenda(tmp_path, searches=True), [[["model=toy", "x=1"]]])
 
 
 @pytest.mark.parametrize(

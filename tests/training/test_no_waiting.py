@@ -18,7 +18,7 @@ from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.setup.config import Train
 from ptdbench.training.loop import StepLoop, Update
-from tests.checkpoints.test_state import DATA, MODELS, STRATEGIES
+from tests.checkpoints.test_state import DATA, STRATEGIES, gpt
 from tests.parallel.ranks import each, on_ranks
 from tests.workloads.made_loop import TRAIN
 
@@ -78,18 +78,18 @@ def test_what_waits_is_noticed(waits):
     waits(torch.ones(3))
 
 
-def steps(strategy: str, model: str, precision: Any, clips: bool) -> int:
+def steps(strategy: str, precision: Any, clips: bool) -> int:
     """The steps that a run took without waiting, in which it may clip too."""
     chosen = STRATEGIES[strategy]
     layout = chosen.layout(chosen.dims(torch.distributed.get_world_size()), BATCH, 1)
     mesh = Mesh(layout.dims, "cpu")
     with torch.device("meta"):
-        built = MODELS[model]()
+        built = gpt()
     engine = chosen(built, Setting(mesh, layout, CPU, seed=0, precision=precision))
     optimizer = engine.optimizer(lambda weights: torch.optim.AdamW(weights, lr=1e-2, fused=True))
     asked = Train(**{**TRAIN, **({"clip_norm": 1.0} if clips else {})})
     update = Update(engine, optimizer, Constant(), asked, CPU, scale=precision == "fp16")
-    feed = Feed(DATA[model], partial(layout.rows, replica=mesh.dp.get_local_rank()), CPU)
+    feed = Feed(DATA, partial(layout.rows, replica=mesh.dp.get_local_rank()), CPU)
     loop = StepLoop(engine, update, feed, CPU, mesh)
     loop.step()  # the first one may wait, where it sets things up
     with NoWaiting():
@@ -102,5 +102,5 @@ def steps(strategy: str, model: str, precision: Any, clips: bool) -> int:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp")])
 def test_a_step_does_not_wait(ranks, strategy):
-    cases = [(strategy, "gpt", precision, clips) for precision in ("fp32", "bf16", "fp16") for clips in (False, True)]
+    cases = [(strategy, precision, clips) for precision in ("fp32", "bf16", "fp16") for clips in (False, True)]
     assert on_ranks(ranks, each, steps, cases) == [dict.fromkeys(cases, 3)] * ranks

@@ -55,8 +55,12 @@ def _in_rank(job: Job) -> list[Any]:
 
 def _calls(path: Path, job: Job) -> Sequence[events.CommCall]:
     if job.device.type == "cuda":
-        _, calls = trace.launched_in_steps(path)
-        return calls
+        every = events.events_of(path)
+        launches = events.launches_of(every)
+        (step,) = (event for event in every if event.name.startswith(trace.STEP) and event.kind == "user_annotation")
+        kernels = [event for event in every if event.kind == "kernel" and events.is_of_nccl(event)]
+        launched = [kernel for kernel in kernels if step.start <= launches[kernel.facts["correlation"]] < step.end]
+        return events.calls_of_nccl(every, launched)
     found = trace.read(path, "cpu")
     return [call for call in found.calls if any(begin <= call.start < end for begin, end in found.steps)]
 

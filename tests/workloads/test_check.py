@@ -5,7 +5,6 @@ The tolerance of the runs that must be sound is so wide that no busy machine exc
 
 import json
 import re
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from ptdbench.workloads.check import Check
 from ptdbench.workloads.train import Train
 from tests import forked
 from tests.conftest import ROOT, composed
-from tests.programs import call
 from tests.workloads.made_job import job, refusal
 
 WIDE = ("workload=check", "device=cpu", "workload.tolerance=0.9999")
@@ -41,13 +39,6 @@ class TestRun:
         assert {row["op"] for row in report["collectives"]["results"]} == {"all_reduce", "all_gather", "broadcast"}
         assert report["versions"]["torch"] == record["environment"]["torch"]
         assert json.loads((ROOT / record["directory"] / "check.json").read_text()) == report
-
-    @pytest.mark.thorough
-    def test_one_rank_has_no_links(self, shared_run):
-        record = shared_run(*WIDE, "cluster.ranks_per_node=1")
-        report = record["check"]
-        assert (record["status"], report["p2p"], report["collectives"]) == ("ok", None, None)
-        assert "a single rank has no links" in report["remarks"]
 
     def test_a_slow_rank_is_named_the_run_has_failed_and_a_person_reads_it(self, tmp_path, environ):
         asked = (*WIDE, *SLOW, "cluster.ranks_per_node=3", "hydra.run.dir=run")
@@ -77,18 +68,6 @@ class TestRun:
     def test_a_wrong_result_is_an_error_beside_other_processes_too(self, shared_run):
         record = shared_run(*WIDE, f"{MADE}.MadeWrong", "cluster.ranks_per_node=2")
         assert (record["status"], record["error"]["type"]) == ("failed", "ArithmeticError")
-
-    @pytest.mark.thorough
-    def test_two_nodes(self, tmp_path, slurm):
-        srun = ("srun", "-N2", "--ntasks-per-node=2", sys.executable)
-        done = call(*srun, ROOT / "train.py", *WIDE, cwd=tmp_path, environ=slurm)
-        assert done.returncode == 0, done.stderr
-        (path,) = tmp_path.glob("outputs/*/check.json")
-        report = json.loads(path.read_text())
-        assert report["sound"]
-        assert {rank["node"] for rank in report["hello"]["ranks"]} == {"n1", "n2"}
-        assert len(report["p2p"]["pairs"]) == 12
-        assert report["collectives"]["groups"] == [[0, 1, 2, 3]]
 
 
 @pytest.mark.thorough

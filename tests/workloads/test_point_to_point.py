@@ -10,7 +10,7 @@ from ptdbench.measure import timing
 from ptdbench.problems import ConfigError
 from ptdbench.workloads import collectives, point_to_point
 from ptdbench.workloads.collectives import Collectives
-from ptdbench.workloads.point_to_point import PointToPoint, ordered_pairs, unordered_pairs
+from ptdbench.workloads.point_to_point import PointToPoint, ordered_pairs
 from tests.conftest import composed
 from tests.daily import cases
 from tests.workloads.made_job import refusal
@@ -38,20 +38,12 @@ def test_every_pair_is_measured(shared_run, ranks):
             median = size["seconds"]["median"]
             assert size["one_way"] == pytest.approx(max(median - pair["latency"], median / 2))
             assert size["bandwidth"] == pytest.approx(size["bytes"] / size["one_way"])
-    both = [list(pair) for pair in unordered_pairs(ranks, ring=False)]
-    assert [pair["ranks"] for pair in links["both"]] == both
-    for pair in links["both"]:
-        for size in pair["sizes"]:
-            assert size["bandwidth"] == pytest.approx(2 * size["bytes"] / size["seconds"]["median"])
     assert links["cut"] == []
 
 
 def test_pairs():
     assert list(ordered_pairs(3, ring=False)) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     assert list(ordered_pairs(3, ring=True)) == [(0, 1), (1, 2), (2, 0)]
-    assert unordered_pairs(3, ring=False) == [(0, 1), (0, 2), (1, 2)]
-    assert unordered_pairs(4, ring=True) == [(0, 1), (0, 3), (1, 2), (2, 3)]
-    assert unordered_pairs(2, ring=True) == [(0, 1)]
 
 
 @pytest.mark.ranks
@@ -60,7 +52,7 @@ def test_what_takes_too_long_is_left_out_and_said(shared_run):
     assert record["status"] == "ok"
     links = record["p2p"]
     assert [(pair["latency"], pair["bandwidth"], pair["sizes"]) for pair in links["pairs"]] == [(None, None, [])] * 2
-    assert len(links["cut"]) == 3
+    assert len(links["cut"]) == 2
 
 
 @pytest.mark.ranks

@@ -1,0 +1,163 @@
+"""Do public architectures train alike under every layout, or are they refused: the table of docs/zoo.md.
+
+    make zoo                                          # each under fsdp, and under ddp, pdp or tp by turn
+    make zoo ARGS=--all
+    make zoo ARGS="--rows BERT CLIP --columns pdp"
+    make zoo ARGS="--all --resume"                    # what was interrupted or wrong
+
+Models have random weights, below 5 million. A cell is three steps of SGD in fp32 on two CPU ranks, whose losses and
+norms of gradients must be those of one rank; without dropout and stochastic depth, and with batch norms over all
+samples of a step. Good is a matrix without ``wrong``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import hydra
+import torch
+
+from benchmarks.cells import SINGLE, Matrix, refused
+from benchmarks.parity_matrix import EXACT, Numbers, steps, verdict
+from benchmarks.rank import job_of, on_ranks
+from benchmarks.script import options, read
+from ptdbench.job import Job
+from ptdbench.launch import local
+from ptdbench.problems import ConfigError, first_line
+from ptdbench.setup.config import Config
+
+STEPS = 3
+
+#: How much the losses of one rank must change, relative to the first: tokens are random, and there is little to learn.
+_LEAST = 1e-4
+
+#: So many models share their ranks.
+_ROWS = 10
+
+#: Data of the models of timm and torchvision, and of transformers' image classifiers.
+IMAGES = ["data=synthetic_images", "data.image_size=32", "data.classes=10"]
+
+#: A row and a column.
+Cell = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Zoo(Matrix):
+    """A matrix whose rows are models: a class or function, its arguments, and options of ptdbench."""
+
+    turns: Sequence[str] = ()  #: Columns of which a row has one by default, by turn.
+    #: Of transformers' models, where a configuration has a number of this name, or of one that stands for it.
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def chosen(self, row: str, *, every: bool) -> list[str]:
+        """Return the columns of a row, or those that it has by default."""
+        turn = self.turns[[*self.rows].index(row) % len(self.turns)]
+        return [column for column in self.columns if every or column == turn or column not in self.turns]
+
+    def words(self, row: str, column: str) -> list[str]:
+        """Return the options of a cell; the column ``single`` is for one rank."""
+        ranks, layout = (self.rows[row][0], self.columns[column]) if column in self.columns else SINGLE
+        target, *given = self.rows[row][1].split()
+        options = [word for word in given if word.startswith(("data.", "parallel.", "train."))]
+        arguments = dict(word.split("=", 1) for word in given if word not in options)
+        prefix, data = "+model.", IMAGES
+        if target.startswith("transformers."):
+            kind = hydra.utils.get_object(target).config_class
+            arguments = {"_target_": f"transformers.{kind.__name__}"} | self._common(kind) | arguments
+            prefix = "+model.config."
+            data = IMAGES if "ForImage" in target else ["data=synthetic_inputs", "data.sequence_length=16"]
+        else:
+            arguments.setdefault("num_classes", "10")
+        if "parallel.sync_batchnorm=true" in options and column not in ("ddp", "fsdp"):
+            options.remove("parallel.sync_batchnorm=true")
+            options += ["parallel.schedule=gpipe", "parallel.microbatches=1"] * (column == "pdp")
+        made = [f"{prefix}{name}={value}" for name, value in arguments.items()]
+        where = [layout, f"cluster.ranks_per_node={ranks}", f"model._target_={target}"]
+        return [*self.common.split(), *where, *data, *made, *options]
+
+    def _common(self, kind: Any) -> dict[str, Any]:
+        """Return the sizes that a configuration of transformers has, and 0 for each dropout."""
+        default = kind().to_dict()
+        names = {kind.attribute_map.get(name, name): size for name, size in self.sizes.items()}
+        sizes = {name: size for name, size in names.items() if name in default and not isinstance(default[name], list)}
+        return sizes | {name: 0.0 for name, value in default.items() if "drop" in name and isinstance(value, float)}
+
+
+ZOO = Zoo.load("zoo")
+
+
+def main() -> int:
+    """Fill the matrix; 1 if a cell is wrong."""
+    given = options(
+        __doc__, "make zoo", rows=((*ZOO.rows,), "some of them", ZOO.rows), columns=((), "some of them", ZOO.columns),
+        all=(False, "all columns of each row"), resume=(False, "keep the cells that have been run, and were not wrong"),
+    )  # fmt: skip
+    before = ZOO.stored() if given.resume else {}
+    chosen = [(row, column) for row in given.rows for column in given.columns or ZOO.chosen(row, every=given.all)]
+    left = [cell for cell in chosen if before.get(cell[0], {}).get(cell[1], "wrong").startswith("wrong")]
+    local.warm_up(["transformers", "timm", "torchvision"])
+    for first in range(0, len(given.rows), _ROWS):  # gloo keeps the threads of all groups that a process had
+        fill([cell for cell in left if cell[0] in given.rows[first : first + _ROWS]])
+    after = ZOO.stored()
+    return int(any(after[row][column].startswith("wrong") for row, column in chosen))
+
+
+def fill(cells: Sequence[Cell]) -> None:
+    """Fill cells, all in the same ranks until one dies."""
+    alone = {row: read(*ZOO.words(row, "single")) for row, _ in cells}
+    references = on_ranks(next(iter(alone.values())), _numbers, alone) if alone else {}
+    left = {cell: read(*ZOO.words(*cell)) for cell in cells}
+    with TemporaryDirectory() as directory:
+        path = Path(directory, "cell")
+        while left:
+            try:
+                return on_ranks(next(iter(left.values())), _fill, left, references, path)
+            except local.RankDied:
+                row, column, said = json.loads(path.read_text())
+                ZOO.tell(row, column, said)
+                left = dict([*left.items()][[*left].index((row, column)) + 1 :])
+
+
+def _numbers(job: Job, alone: Mapping[str, Config]) -> dict[str, Numbers | str]:
+    """In the only rank: return the numbers of each row, or what is said of it."""
+    torch.set_num_threads(1)
+    return {row: _tried(config, job) for row, config in alone.items()}
+
+
+def _fill(job: Job, left: Mapping[Cell, Config], references: Mapping[str, Numbers | str], path: Path) -> None:
+    """In a rank: what is said of each cell; a file has the last one, for the case that the ranks die of it."""
+    torch.set_num_threads(1)
+    for (row, column), config in left.items():
+        if job.world.is_first:
+            path.write_text(json.dumps([row, column, "wrong: a rank has died"]))
+        numbers, reference = _tried(config, job), references[row]
+        said = next((text for text in (numbers, reference) if isinstance(text, str)), "")
+        if said.startswith("wrong") and said == numbers:
+            path.write_text(json.dumps([row, column, said]))
+            raise SystemExit(1)  # the other rank may wait for this one
+        if job.world.is_first:
+            ZOO.tell(
+                row, column, said or verdict(numbers, reference, EXACT, with_norms=True, count=STEPS, least=_LEAST)
+            )
+
+
+def _tried(config: Config, job: Job) -> Numbers | str:
+    """Return the numbers of a run in this rank, or what is said of its cell."""
+    try:
+        return steps(job_of(config, job))
+    except ConfigError as error:
+        return refused(error)
+    except Exception as error:  # third-party code may raise anything
+        traceback.print_exc()
+        return f"wrong: {type(error).__name__}: {first_line(error)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

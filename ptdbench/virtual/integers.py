@@ -1,0 +1,132 @@
+"""Computes whole numbers on virtual GPUs: which experts a token goes to, how many tokens each gets, in which order.
+
+A router's choice decides how much memory experts take. Nothing computes the scores by which it chooses, so the k
+largest of a row are the next k columns in turn, which gives each expert its share. What follows from that, such as
+counts and orders, is computed by torch on the host, in the memory of the device, which has addresses of this process.
+What ``torch.compile`` turns into kernels of its own is not computed.
+
+Like :mod:`ptdbench.virtual.watch` this imports nothing but torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from functools import partial
+from typing import Any
+
+#: Operators that are computed where all tensors that they read are known, and whole numbers or truth values.
+_COMPUTED = (
+    *("sum.dim_IntList", "cumsum", "max", "bincount", "histc", "sort.stable", "nonzero", "remainder.Scalar"),
+    *("scatter.value", "scatter_.value", "scatter.src", "scatter_.src", "scatter_add", "scatter_add_"),
+    *("gather", "index.Tensor", "index_select", "cat", "repeat_interleave.Tensor"),
+    *("eq.Scalar", "gt.Scalar", "ne.Scalar"),
+)
+
+#: Likewise those that only write the tensor that they are given first, or as ``out``.
+_WRITERS = ("zero_", "fill_.Scalar", "copy_", "arange.start_out")
+
+
+def attach() -> None:
+    """Have torch compute whole numbers from now on, in this process."""
+    import torch
+
+    library: Any = torch.library.Library("aten", "IMPL")
+    attach.library = library  # type: ignore[attr-defined] # what it overrides is torch's again once it is gone
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has each of these operators itself
+        for name in ("topk", *_COMPUTED, *_WRITERS):
+            kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
+            library.impl(name, partial(_run, name, kernel), "CUDA", with_keyset=True)
+
+
+def _run(name: str, kernel: Any, keys: Any, *arguments: Any, **options: Any) -> Any:
+    """Run torch's own kernel, then write what it should have computed into its result."""
+    import torch
+
+    if name == "copy_" and not torch.is_tensor(arguments[1]):  # torch passes its own scalars as numbers
+        arguments = (arguments[0], torch.tensor(arguments[1]), *arguments[2:])
+    result = kernel.call_boxed(keys, *arguments, **options)
+    single = torch.is_tensor(result)
+    results = [result] if single else [*result]
+    if (computed := _compute(name, arguments, options, results)) is None:
+        return result
+    written = [*map(_write, computed, results)]
+    return written[0] if single else type(result)(written)
+
+
+def _compute(name: str, arguments: Any, options: Any, results: Any) -> Any:
+    """Return what the results of an operator are, or ``None`` if it cannot be known."""
+    import torch
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    if name == "topk" and arguments[0].is_floating_point():
+        return [results[0], _turns(*arguments[:3])]
+    reads = [*filter(torch.is_tensor, tree_leaves(arguments[1:] if name in _WRITERS else (arguments, options)))]
+    known = all(map(_is_known, reads))
+    if not all(result.is_cuda and _is_whole(result) for result in results):
+        return None
+    if name == "copy_" and not known and not _is_whole(reads[0]):
+        return [torch.zeros(reads[0].shape).expand(results[0].shape)]  # floats that nobody computed are zeros
+    if not known or not (name == "copy_" or all(map(_is_whole, reads))):
+        return None
+    arguments, options = tree_map_only(torch.Tensor, _on_host, (arguments, options))
+    if name == "histc":
+        arguments = (arguments[0].double(), *arguments[1:])  # a CPU counts no whole numbers
+    packet, _, overload = name.partition(".")
+    try:
+        computed = getattr(getattr(torch.ops.aten, packet), overload or "default")(*arguments, **options)
+    except (IndexError, RuntimeError):  # of values that memory has lost since, at which no kernel would stop
+        return None
+    return [computed] if torch.is_tensor(computed) else computed
+
+
+def _turns(scores: Any, k: int, dim: int = -1) -> Any:
+    """Return for each row along a dimension the indices of the next k of its elements, in turn."""
+    import torch
+
+    rows = scores.movedim(dim, -1).shape[:-1]
+    columns = scores.shape[dim]
+    turns = torch.arange(rows.numel() * k).view(*rows, k) % columns
+    return turns.movedim(-1, dim)
+
+
+def _is_whole(tensor: Any) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _is_known(tensor: Any) -> bool:
+    known = ctypes.CDLL(None).ptdbench_virtual_known
+    known.argtypes, known.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_bool
+    return not tensor.is_cuda or known(tensor.data_ptr(), _span(tensor))
+
+
+def _span(tensor: Any) -> int:
+    """Return the bytes from the first to the last element."""
+    if not tensor.numel():
+        return 0
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((1 + sum(steps)) * tensor.element_size())
+
+
+def _on_host(tensor: Any) -> Any:
+    """Return a tensor of the host in the memory of one of a virtual GPU."""
+    import torch
+
+    if not tensor.is_cuda or not tensor.numel():
+        return tensor.cpu()
+    memory = (ctypes.c_char * _span(tensor)).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def _write(computed: Any, result: Any) -> Any:
+    """Write what was computed on the host into a result; return it, or one of the computed shape."""
+    if computed is result:
+        return result
+    if result.shape != computed.shape:
+        result = result.new_empty(computed.shape)
+    know = ctypes.CDLL(None).ptdbench_virtual_know
+    know.argtypes, know.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_bool
+    if result.numel() and know(result.data_ptr(), _span(result)):
+        _on_host(result).copy_(computed)
+    return result

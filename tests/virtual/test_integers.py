@@ -1,0 +1,53 @@
+"""Whole numbers of a program on a virtual GPU: how many tokens go to each expert, however a router counts them."""
+
+import json
+import sys
+
+import pytest
+
+from tests.programs import call
+from tests.virtual.conftest import shared, start  # noqa: F401 # fixtures
+
+pytestmark = pytest.mark.usefixtures("start")
+
+TOKENS, EXPERTS, ACTIVE = 20_000, 8, 2
+
+PROGRAM = f"""
+import json
+import torch
+
+def count(ids):
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ids, True)
+    hot = torch.nn.functional.one_hot(ids, {EXPERTS}).permute(2, 1, 0)
+    order = torch.argsort(ids.flatten(), stable=True)
+    counts = mask.sum(dim=0)
+    return dict(
+        histc=torch.histc(ids.flatten(), bins={EXPERTS}, min=0, max={EXPERTS}).tolist(),
+        bincount=torch.bincount(ids.flatten(), minlength={EXPERTS}).tolist(),
+        scatter=counts.tolist(),
+        cast=torch.zeros_like(scores).int().scatter(1, ids, 1).bool().sum(dim=0).long().tolist(),
+        where=[len(torch.where(hot[expert])[0]) for expert in range({EXPERTS})],
+        sorted=torch.bincount(ids.flatten()[order][: {TOKENS}], minlength={EXPERTS}).tolist(),
+        ranks=counts.view(2, -1).sum(dim=1).to("cpu", non_blocking=True).tolist(),
+        ends=torch.cat([counts[:4].cumsum(0), counts[4:].cumsum(0)]).tolist(),
+    )
+
+scores = torch.randn({TOKENS}, {EXPERTS}, device="cuda")
+chosen = scores.topk({ACTIVE}, dim=-1, sorted=False)
+turns = torch.arange({TOKENS * ACTIVE}, device="cuda").view({TOKENS}, {ACTIVE}) % {EXPERTS}
+print(json.dumps([count(chosen.indices), count(turns), chosen.indices[:5].tolist(), chosen.values.shape]))
+"""
+
+
+def test_a_router_gives_each_expert_its_share(environ, tmp_path):
+    (tmp_path / "router.py").write_text(PROGRAM)
+    command = (sys.executable, "-m", "ptdbench", "virtual", "h100", "--", sys.executable, "router.py")
+    done = call(*command, cwd=tmp_path, environ=environ)
+    assert done.returncode == 0, done.stderr
+    of_scores, of_turns, first, shape = json.loads(done.stdout.splitlines()[0])
+    share = TOKENS * ACTIVE // EXPERTS
+    ends = [share * (expert % 4 + 1) for expert in range(EXPERTS)]
+    half = [share] * (EXPERTS // 2) + [0] * (EXPERTS // 2)
+    ways = {name: [share] * EXPERTS for name in ("histc", "bincount", "scatter", "cast", "where")}
+    assert of_scores == of_turns == {**ways, "sorted": half, "ranks": [TOKENS] * 2, "ends": ends}
+    assert (first, shape) == ([[0, 1], [2, 3], [4, 5], [6, 7], [0, 1]], [TOKENS, ACTIVE])
