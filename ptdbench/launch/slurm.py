@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -160,18 +159,7 @@ def clusters() -> list[str]:
     """Return the names of the clusters that SLURM's commands address; raises SlurmError."""
     if chosen := os.environ.get("SLURM_CLUSTERS"):
         return chosen.split(",")
-    return _configured("ClusterName")
-
-
-def longest_array() -> int:
-    """Return how many jobs an array may have on every cluster addressed, as far as SLURM says."""
-    with suppress(SlurmError, ValueError):
-        return max(1, min(map(int, _configured("MaxArraySize"))))  # 0: there are no arrays
-    return sys.maxsize
-
-
-def _configured(name: str) -> list[str]:
-    return re.findall(rf"^{name}\s*=\s*(\S+)", _output("scontrol", "show", "config"), re.MULTILINE)
+    return re.findall(r"^ClusterName\s*=\s*(\S+)", _output("scontrol", "show", "config"), re.MULTILINE)
 
 
 @cache

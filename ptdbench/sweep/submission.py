@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import shlex
 import sys
@@ -52,21 +51,6 @@ def arrays(runs: Sequence[Run]) -> list[list[list[Run]]]:
     )
     alike = grouped(((_given(job), *(needs_search(run.config) for run in job)), job) for job in jobs.values())
     return list(alike.values())
-
-
-def _divided(runs: Sequence[Run], options: Mapping[str, Any]) -> Iterator[tuple[list[list[Run]], Mapping[str, Any]]]:
-    """Yield the :func:`arrays` of runs, none longer than SLURM allows, each with options for its script."""
-    alike = arrays(runs)
-    longest = slurm.longest_array() if max(map(len, alike), default=1) > 1 else 1
-    for jobs in alike:
-        parts, parallel = math.ceil(len(jobs) / longest), _of_launcher(options)["array_parallelism"]
-        if parallel < parts:
-            rule = f"{len(jobs)} jobs make {parts} arrays, each with one at once, as MaxArraySize is {longest} here"
-            require(Problem("hydra.launcher.array_parallelism", parallel, rule, f"try {parts}, or a smaller sweep"))
-        shared = {**_of_launcher(options), "array_parallelism": parallel // parts}
-        size = math.ceil(len(jobs) / parts)
-        for start in range(0, len(jobs), size):
-            yield jobs[start : start + size], shared
 
 
 def _given(job: Sequence[Run]) -> str:
@@ -225,13 +209,12 @@ def submit(directory: Path, runs: Sequence[Run], options: Mapping[str, Any]) -> 
         ConfigError: SLURM refused them; their records say so.
         OSError: The folder for their output cannot be written to.
     """
-    divided = list(_divided(runs, options))
-    arrays_ = [Array(jobs, f"ptdbench-{_label(jobs)}-{secrets.token_hex(4)}", directory) for jobs, _ in divided]
+    arrays_ = [Array(jobs, f"ptdbench-{_label(jobs)}-{secrets.token_hex(4)}", directory) for jobs in arrays(runs)]
     submitted: list[ledger.Job] = []
     try:
-        for array, (_, shared) in zip(arrays_, divided, strict=True):
+        for array in arrays_:
             with local.deferred():  # a signal during submission would leave unknown jobs
-                submitted += _submit(array, shared)
+                submitted += _submit(array, options)
     except BaseException as error:
         with local.deferred():  # a second signal would leave jobs that are not cancelled
             echo("canceling what was submitted…", sys.stderr)
@@ -344,9 +327,9 @@ def require_accepted(runs: Sequence[Run], options: Mapping[str, Any]) -> None:
 
 def _answers(runs: Sequence[Run], options: Mapping[str, Any]) -> Iterator[tuple[list[list[Run]], str | SlurmError]]:
     """Yield each array of jobs with SLURM's answer to its script."""
-    for jobs, shared in _divided(runs, options):
+    for jobs in arrays(runs):
         try:
-            answer: str | SlurmError = slurm.test(Array(jobs, "ptdbench", Path()).script(shared))
+            answer: str | SlurmError = slurm.test(Array(jobs, "ptdbench", Path()).script(options))
         except SlurmError as error:
             answer = error
         yield jobs, answer

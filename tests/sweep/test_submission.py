@@ -1,7 +1,6 @@
 """Submissions, as far as they need no cluster: which jobs share an array, what a job is given, one after another."""
 
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -45,23 +44,6 @@ class TestArrays:
     )  # fmt: skip
     def test_what_is_told_otherwise_needs_another(self, asked, override):
         assert numbers(asked(override)) == [[[0]], [[1]]]
-
-    @pytest.mark.parametrize(("most", "sizes"), [(4, [3, 3]), (6, [6]), (2, [2, 2, 2]), (1, [1] * 6), (0, [1] * 6)])
-    def test_no_array_is_longer_than_slurm_allows(self, asked, monkeypatch, most, sizes):
-        """And together they run as many jobs at once as one would."""
-        monkeypatch.setattr(slurm, "_output", lambda *_: f"MaxArraySize            = {most}\n")
-        scripts = []
-        monkeypatch.setattr(slurm, "test", lambda script: scripts.append(script) or "ok")
-        submission.require_accepted(asked("seed=range(0,6)"), {"array_parallelism": 7})
-        flags = [re.findall(r"--array=0-(\d+)%(\d+)", script) for script in scripts]
-        at_once = 7 // len(sizes)
-        assert flags == [[(str(size - 1), str(min(at_once, size)))] if size > 1 else [] for size in sizes]
-
-    def test_more_arrays_than_jobs_may_run_at_once(self, asked, monkeypatch):
-        monkeypatch.setattr(slurm, "_output", lambda *_: "MaxArraySize            = 4\n")
-        said = refusal_of(submission.require_accepted, asked("seed=range(0,6)"), {"array_parallelism": 1})
-        assert said == Abridged("hydra.launcher.array_parallelism=1: 6 jobs make 2 arrays, … is 4 here; try 2, or …")
-
 
 class TestSameNodes:
     def test_a_job_for_each_block_of_repeats_and_an_array_of_those_with_as_many_runs(self, asked):
