@@ -37,11 +37,8 @@ _OF_RANKS = frozenset({"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCA
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_WCKEY")
 
 #: Queries of jobs, in the format that :func:`_states` parses. A job's name, which may contain anything, comes last.
-_SQUEUE = ("squeue", "--all", "--array", "--states=all", "--noheader", "--format=%i|%T|%M|%N|%r|%j")
-_SACCT = (
-    "sacct", "--allocations", "--noheader", "--parsable2",
-    "--format=JobID,State,Elapsed,NodeList,Reason,JobName%200",
-)  # fmt: skip
+_SQUEUE = ("squeue", "--all", "--array", "--states=all", "--noheader", "--format=%i|%T|%N|%r|%j")
+_SACCT = ("sacct", "--allocations", "--noheader", "--parsable2", "--format=JobID,State,NodeList,Reason,JobName%200")
 
 #: Prefix, ahead of the job's id, of the file by which ranks in a container ask the job's script to requeue it: images
 #: lack SLURM's commands.
@@ -67,7 +64,6 @@ class JobState:
 
     id: str  #: ``123``, or ``123_0`` for an element of an array.
     state: str  #: SLURM's name of the state, for example ``PENDING``.
-    elapsed: int | None  #: Seconds that it has run, or ``None`` if SLURM does not say.
     nodes: str  #: Its host list as SLURM abbreviates it, ``gpu[01-03]``; empty before it has nodes.
     reason: str  #: SLURM's reason why it waits or failed; empty if there is none.
 
@@ -247,27 +243,18 @@ def _by_id(command: Sequence[str], ids: set[str]) -> dict[str, JobState]:
 def _states(*command: str) -> Iterator[tuple[str, JobState]]:
     """Yield the name and the state of each job, or element of an array, that a command lists."""
     for line in _output(*command).splitlines():
-        listed, state, elapsed, nodes, reason, name = line.split("|", 5)
+        listed, state, nodes, reason, name = line.split("|", 4)
         # ``7_[0-2,5%4]``, elements of an array that never began, stands for ``7_0``, ``7_1``, ``7_2`` and ``7_5``.
         several = "[" in listed and "..." not in listed
         for identity in hostlist.expand(re.sub(r"%\d+", "", listed)) if several else [listed]:
             state = state.split()[0]  # sacct prints "CANCELLED by 1000"
             nodes = "" if nodes in ("None assigned", "(null)") else nodes
-            yield name, JobState(identity, state, _seconds(elapsed), nodes, "" if reason == "None" else reason)
+            yield name, JobState(identity, state, nodes, "" if reason == "None" else reason)
 
 
 def _job(identity: str) -> str:
     """Return the job id of an array element: ``123_0`` belongs to ``123``."""
     return identity.partition("_")[0]
-
-
-def _seconds(text: str) -> int | None:
-    """Parse a SLURM duration: ``5:00``, ``1:00:00`` or ``2-00:00:00``; ``None`` for ``infinite`` and the like."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
-    if not match:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _output(*command: str) -> str:

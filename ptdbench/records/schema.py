@@ -360,14 +360,6 @@ class Evaluation(Struct):
     bits_per_byte: Amount | None  #: Loss in bits per byte of text; null if samples are not text.
     seconds: Amount  #: Duration.
 
-    def better_than(self, other: Evaluation) -> bool:
-        """Return whether this is the better evaluation: by top-1 accuracy if there is one, else by loss."""
-        if self.loss is None or other.loss is None:  # diverged
-            return self.loss is not None
-        if self.top1 is not None and other.top1 is not None:
-            return self.top1 > other.top1
-        return self.loss < other.loss
-
     def __str__(self) -> str:
         """Return the main figure, such as ``held-out 97.2 %``."""
         if self.top1 is not None:

@@ -107,7 +107,7 @@ def test_a_process_id_that_was_given_again_is_another_process_and_a_run_that_has
     ("state", "held"), [("RUNNING", True), ("COMPLETING", True), ("PENDING", False), ("FAILED", False), (None, False)]
 )
 def test_a_job_that_runs_keeps_its_run(tmp_path, monkeypatch, state, held):
-    found = {"7_1": JobState("7_1", state, 1, "n1", "")} if state else {}
+    found = {"7_1": JobState("7_1", state, "n1", "")} if state else {}
     monkeypatch.setattr(slurm, "queue", lambda ids: found)
     ownership.open_record(tmp_path, draft(tmp_path, "first", job="7_1", host="elsewhere"))
     if held:

@@ -135,11 +135,11 @@ class Directory:
         return [record.written for record in store.read_results(self.path)]
 
 
-def state(identity: str, words: str, elapsed: int | None = None) -> JobState:
+def state(identity: str, words: str) -> JobState:
     """``PENDING (Priority)`` or ``RUNNING n[1-2]`` as the queue says it."""
     name, _, rest = words.partition(" ")
     nodes, reason = ("", rest.strip("()")) if rest.startswith("(") else (rest, "")
-    return JobState(identity, name, elapsed, nodes, reason)
+    return JobState(identity, name, nodes, reason)
 
 
 def failure(rank: int = 1, kind: str = "RuntimeError", message: str = "on purpose") -> dict[str, Any]:

@@ -49,20 +49,6 @@ def looked(**changes) -> Evaluation:
     return Evaluation(**{**fields, **changes})
 
 
-@pytest.mark.parametrize(
-    ("better", "worse"),
-    [
-        ({"top1": 0.9, "loss": 2.0}, {"top1": 0.8, "loss": 1.0}),  # by accuracy where there is one
-        ({"loss": 0.9}, {"loss": 1.0}),
-        ({"top1": 0.1}, {"top1": 0.9, "loss": None}),  # a model that has diverged is worse than any
-    ],
-)
-def test_one_evaluation_is_better_than_another(better, worse):
-    assert looked(**better).better_than(looked(**worse))
-    assert not looked(**worse).better_than(looked(**better))
-    assert not looked(**worse).better_than(looked(**worse))
-
-
 def test_steps_that_a_gpu_still_has_to_do_are_no_part_of_its_duration(monkeypatch):
     wall = SimpleNamespace(now=0.0, queued=7.0)
 
