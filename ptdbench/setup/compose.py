@@ -143,7 +143,7 @@ class Composed:
 
     @property
     def launcher(self) -> str:
-        """The launcher: ``basic`` or ``submitit_slurm``."""
+        """The launcher: ``basic``, ``submitit_local`` or ``submitit_slurm``."""
         return str(self.hydra.runtime.choices.get(LAUNCHER))
 
     @property

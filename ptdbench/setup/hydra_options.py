@@ -34,7 +34,7 @@ _NO_EFFECT = {
 }
 
 #: The supported launchers.
-LAUNCHERS = ("basic", "submitit_slurm")
+LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
 
 
 def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
@@ -43,6 +43,9 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
     require(*(problem for whole in composed.wholes for problem in _without_effect(whole.hydra)))
     require(_elsewhere(composed) if goes_on is None else None)
     _check_launcher(composed, world)
+    if composed.launcher == "submitit_local" and goes_on is None:
+        rule = f"has no effect with {LAUNCHER}=submitit_local"  # one run follows the other
+        require(*(Problem(name, value, rule, "omit it") for name, value in _of_launcher(composed).items()))
     if composed.is_sweep:
         require(_misplaced(composed))
     if composed.searches:
@@ -107,15 +110,16 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
         require(Problem(LAUNCHER, launcher, "runs are started by ptdbench", f"try {', '.join(LAUNCHERS)}"))
     if submits != (launcher == "submitit_slurm"):
         rule = f"does not go with cluster={cluster.name}"
-        remedy = "omit it" if submits else "try cluster=slurm, or basic for this machine"
+        remedy = "omit it" if submits else "try cluster=slurm, or basic or submitit_local for this machine"
         require(Problem(LAUNCHER, launcher, rule, remedy))
     if submits and not composed.is_sweep:
         require(Problem("hydra.mode", "RUN", f"cluster={cluster.name} submits jobs, which is a sweep", "omit it"))
-    if world and submits:
+    if world and launcher.startswith("submitit"):
         who = f"rank {world.rank} of {world.size} that {world.launcher} started"
         rule = f"this is {who}, and jobs are submitted by a process of its own"
         remedy = "start it with plain python, or omit cluster and launcher to run on these ranks"
-        require(Problem("cluster", cluster.name, rule, remedy))
+        name, value = ("cluster", cluster.name) if submits else (LAUNCHER, launcher)
+        require(Problem(name, value, rule, remedy))
     if submits:
         require(*_given_twice(composed))
 

@@ -29,7 +29,9 @@ TOLD = {
     "hydra/hydra_logging=default": "hydra.hydra_logging={...}: nothing is logged through Hydra; omit it",
     "+hydra.callbacks.mine={_target_:my.Callback}": "hydra.callbacks={...}: … they would never be called; omit it",
     "hydra.sweep.dir=x": "hydra.sweep.dir=x: is for sweeps, and this is a single run; try hydra.run.dir=x",
-    "hydra/launcher=ptdbench": "hydra/launcher=ptdbench: …; try basic, submitit_slurm",
+    "hydra/launcher=ptdbench": "hydra/launcher=ptdbench: …; try basic, submitit_local, submitit_slurm",
+    "hydra.mode=MULTIRUN hydra/launcher=submitit_local hydra.launcher.timeout_min=5": "hydra.launcher.timeout_min=5: "
+    "has no effect with hydra/launcher=submitit_local; omit it",
     "cluster=slurm hydra/launcher=basic": "hydra/launcher=basic: does not go with cluster=slurm; omit it",
     "hydra.mode=MULTIRUN hydra/launcher=submitit_slurm": "hydra/launcher=submitit_slurm: …; try cluster=slurm, …",
 }
@@ -66,17 +68,22 @@ class TestResourcesOfJobs:
         told = refused("cluster=slurm", f"hydra.launcher.{typed}")
         assert told.startswith(f"hydra.launcher.{typed}: {self.RULE}; {remedy}")
 
-    def test_in_a_file_as_typed(self, tmp_path):
-        text = "hydra: {mode: MULTIRUN, launcher: {partition: short, array_parallelism: 2, timeout_min: 3}}\n"
+    @pytest.mark.parametrize(
+        ("launcher", "words", "told"),
+        [
+            ("submitit_slurm", ["cluster=slurm"], [Abridged(f"{RULE}; see …"), f"{RULE}; try cluster.partition=short"]),
+            ("submitit_local", [], ["has no effect with hydra/launcher=submitit_local; omit it"]),
+        ],
+    )
+    def test_in_a_file_as_typed(self, tmp_path, launcher, words, told):
+        partition = "partition: short, array_parallelism: 2, " * (launcher == "submitit_slurm")
+        text = f"hydra: {{mode: MULTIRUN, launcher: {{{partition}timeout_min: 3}}}}\n"
         (tmp_path / "experiment").mkdir()
-        head = "# @package _global_\ndefaults: [override /hydra/launcher: submitit_slurm]\n"
+        head = f"# @package _global_\ndefaults: [override /hydra/launcher: {launcher}]\n"
         (tmp_path / "experiment" / "mine.yaml").write_text(head + text)
-        composed = compose_all(
-            ["model=toy", "experiment=mine", "cluster=slurm"], source=Source(CONF, extra=str(tmp_path))
-        )
+        composed = compose_all(["model=toy", "experiment=mine", *words], source=Source(CONF, extra=str(tmp_path)))
         found = refusal_of(hydra_options.check, composed, None, None).splitlines()
-        told = [problem.partition(": ")[2] for problem in found]
-        assert told == [Abridged(f"{self.RULE}; see …"), f"{self.RULE}; try cluster.partition=short"]
+        assert [problem.partition(": ")[2] for problem in found] == told
 
 
 def test_runs_of_a_sweep_have_directories_of_their_own():

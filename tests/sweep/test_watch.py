@@ -330,3 +330,26 @@ def test_the_table_never_grows_out_of_the_terminal_and_loses_no_line(sweep, widt
     assert [row.split()[0] for row in rows[2:]] == [str(number) for number in range(shown)]
     assert below.startswith("0 of 12 have ended")
     assert ("more are" in below) == (shown < 12)
+
+
+def test_a_job_of_this_machine_that_left_no_word(sweep, capsys):
+    path = sweep.begin(0)
+    watch.settle(sweep.path, path.name, "logs/1/1_log.err")
+    written = store.load_record(path)
+    assert (written["status"], written["error"]["type"]) == ("failed", "Gone")
+    assert written["error"]["message"] == "the job's process ended without a result; its output is in logs/1/1_log.err"
+    assert sweep.results() == [written]
+    sweep.begin(1)
+    ok = sweep.end(1)
+    watch.settle(sweep.path, "1_toy_ddp", "logs/1/1_log.err")  # it did, and is left as it is
+    assert sweep.results() == [written, ok]
+    assert capsys.readouterr().err == "0_toy_ddp: failed\n1_toy_ddp: ok\n"
+
+
+@pytest.mark.parametrize(("kind", "ended"), [("RuntimeError", "failed"), ("Stopped", "preempted")])
+def test_a_job_of_this_machine_shows_its_traceback_unless_it_was_stopped(sweep, capsys, kind, ended):
+    path = sweep.begin(0)
+    sweep.end(0, **failure(kind=kind) | {"status": ended})
+    watch.settle(sweep.path, path.name, "log")
+    told, *traceback = capsys.readouterr().err.splitlines()
+    assert (told, bool(traceback)) == (f"{path.name}: {ended}", ended == "failed")
