@@ -45,6 +45,7 @@ class TestArrays:
     def test_what_is_told_otherwise_needs_another(self, asked, override):
         assert numbers(asked(override)) == [[[0]], [[1]]]
 
+
 class TestSameNodes:
     def test_a_job_for_each_block_of_repeats_and_an_array_of_those_with_as_many_runs(self, asked):
         runs = asked("parallel=ddp,fsdp", "sweep.same_nodes=true", "repeat.runs=3")
