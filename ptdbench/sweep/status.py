@@ -226,7 +226,9 @@ def _record_ends(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str
             conclude(directory, job.directory, crash)
         elif record.is_open or (_was_signaled(record) and _says_more(state)):
             kind, message = _end(job, state, begun=owner is not None)
-            cause = of_launcher(kind, message + _saved(record))
+            if "it has saved" in record.error.message:  # and how to resume it
+                message += f"; {record.error.message}"
+            cause = of_launcher(kind, message)
             conclude(directory, job.directory, cause, STATUS_OF.get(kind, "failed"))
         elif result is None:
             store.append_result(directory, record.written)  # the job was killed between its record and the results
@@ -274,11 +276,6 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
 def _says_more(state: JobState | None) -> bool:
     """Return whether SLURM knows more about a job's end than success or failure."""
     return state is not None and state.state not in ("COMPLETED", "FAILED")
-
-
-def _saved(record: RunRecord) -> str:
-    """Return a saved run's message on how to resume; empty if it has not saved."""
-    return f"; {record.error.message}" if "it has saved" in record.error.message else ""
 
 
 def _number(run: Run) -> tuple[int, str]:

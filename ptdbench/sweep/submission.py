@@ -125,10 +125,15 @@ class Array:
     def script(self, options: Mapping[str, Any]) -> str:
         """Return the script; ``options`` are the launcher's own, see :data:`ptdbench.setup.hydra_options.OPTIONS`."""
         count, cluster = len(self.jobs), self.cluster
-        parallel, delay = _of_launcher(options).values()
+        given = {name: value for name, value in options.items() if value is not None}
+        parallel, delay = (int(given.get(name, default)) for name, default in OPTIONS.items())
         flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
         if count > 1:
             flags["array"] = f"0-{count - 1}%{min(parallel, count)}"
+        # The script creates the folders for its output, and moves its own output there: SLURM creates no folders, and
+        # this process learns the job's id only when the job may already have started.
+        made = " ".join(_in_script(str(folder)) for folder in self.folders)
+        out, errors = (_in_script(f"{self.output / LOG}.{kind}".replace("%t", "0")) for kind in ("out", "err"))
         # What was typed here, and the search path of a user's model.
         variables = {**terminal.as_variable(sys.argv), **search_path.inherited()}
         places = ((self.sweep / run.subdirectory).absolute() for job in self.jobs for run in job)
@@ -136,6 +141,8 @@ class Array:
             "unset SLURM_JWT",  # it may have expired by the time the job starts: srun would be refused
             *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
             f"ptdbench_runs=({shlex.join(map(str, places))})",  # of one job after the other
+            f'ptdbench_job="{_JOB}"',
+            f"mkdir -p {made} && exec >> {out} 2>> {errors}",
         ]
         steps = [self._run(number, folder) for number, folder in enumerate(self.folders)]
         after = []
@@ -143,7 +150,7 @@ class Array:
             request = f"{shlex.quote(str(self.sweep.absolute()))}/{slurm.REQUEUE}$SLURM_JOB_ID"
             after.append(f'if rm {request} 2> /dev/null; then scontrol requeue "{_JOB}"; fi')
         log = self._by_pattern(self.staging / ledger.LOG_OF_SLURM)
-        output = Output(log, flags, [*setup, *self._enter_folders()], after)
+        output = Output(log, flags, setup, after)
         return resources.script(cluster, self._shape, self.name, steps, output)
 
     def _run(self, number: int, folder: Path) -> Step:
@@ -166,20 +173,6 @@ class Array:
     def _by_pattern(self, path: Path) -> str:
         """Return a path with SLURM's patterns: in an array, ``%j`` does not name the element."""
         return str(path).replace("%j", "%A_%a") if len(self.jobs) > 1 else str(path)
-
-    def _enter_folders(self) -> list[str]:
-        """Return lines that create the folders for a job's output, and redirect the script's own output there.
-
-        SLURM creates no folders, and this process learns the job's id only when the job may already have started.
-        """
-        out, errors = (_in_script(f"{self.output / LOG}.{kind}".replace("%t", "0")) for kind in ("out", "err"))
-        made = " ".join(_in_script(str(folder)) for folder in self.folders)
-        return [f'ptdbench_job="{_JOB}"', f"mkdir -p {made} && exec >> {out} 2>> {errors}"]
-
-
-def _of_launcher(options: Mapping[str, Any]) -> dict[str, int]:
-    """Return the launcher's options other than resources, :data:`ptdbench.setup.hydra_options.OPTIONS`."""
-    return {name: int(default if (value := options.get(name)) is None else value) for name, default in OPTIONS.items()}
 
 
 def _in_script(path: str) -> str:
