@@ -139,7 +139,7 @@ def test_slow_is_measured_again_and_named_after_the_last_attempt(monkeypatch, ro
 def test_a_link_that_is_too_slow_to_be_measured_is_slow():
     size = MessageSize(100, 1, StepSeconds(2.0))
     pairs = [Pair(a, b, None, None, None, [size] if b else []) for a in range(3) for b in range(3) if a != b]
-    rates, peers = check._link_rates([check._Facts(f"n{rank}") for rank in range(3)], P2P(pairs, [], []))
+    rates, peers = check._link_rates([check._Facts(f"n{rank}") for rank in range(3)], P2P(pairs, []))
     assert rates == {(a, b): 50.0 if b else 0.0 for a in range(3) for b in range(3) if a != b}
     assert diagnosis.slow(rates, peers, 0.05) == {(1, 0): 0.0, (2, 0): 0.0}
     assert diagnosis.slow({(0, 1): 0.0, (1, 0): 0.0}, peers, 0.05) == {(0, 1): 0.0, (1, 0): 0.0}  # as all others
