@@ -13,7 +13,7 @@ from ptdbench.job import Job, Outcome
 from ptdbench.launch.world import World
 from ptdbench.measure import bandwidth, results, timing
 from ptdbench.measure.operations import DTYPES, OPERATIONS, GroupRank, unsupported, verify
-from ptdbench.measure.results import CollectiveFit, CollectiveResult, Cut, Series
+from ptdbench.measure.results import CollectiveFit, CollectiveResult, Series
 from ptdbench.measure.timing import Effort, median_of, summary
 from ptdbench.problems import Problem, divisors, nearest, require, try_these
 from ptdbench.report import workload_tables
@@ -89,11 +89,10 @@ def measure(job: Job, options: Collectives) -> results.Collectives:
         definitions=definitions(),
         results=[],
         fits=[],
-        cut=[],
         left_out=unsupported(job.spec.backend, job.device.type),
     )
     for series in options.series(figures.left_out):
-        rows = _measure_series(job, options, series, group, len(groups[0]), figures.cut)
+        rows = _measure_series(job, options, series, group, len(groups[0]))
         figures.results += rows
         if line := bandwidth.fit([row.bytes for row in rows], [median_of(row.seconds) for row in rows]):
             figures.fits.append(CollectiveFit(**asdict(line), **asdict(series)))
@@ -178,9 +177,9 @@ def _group_problems(
 
 
 def _measure_series(
-    job: Job, options: Collectives, series: Series, group: Group | None, ranks: int, cut: list[Cut]
+    job: Job, options: Collectives, series: Series, group: Group | None, ranks: int
 ) -> list[CollectiveResult]:
-    """Measure one operation by size; add the first size that takes too long, if any, to ``cut``."""
+    """Measure one operation by size."""
     operation, dtype = OPERATIONS[series.op], DTYPES[series.dtype or "fp32"]
     place = None
     if group:
@@ -199,9 +198,6 @@ def _measure_series(
         seconds = timing.repeat(message.call if message else None, job.device, options)
         if message and place:
             verify(message, name, place)
-        if not seconds:
-            cut.append(Cut(**asdict(series), from_bytes=size, reason=options.too_long))
-            break
         rows.append(_result(series, size, ranks, seconds))
     return rows
 

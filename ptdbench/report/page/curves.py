@@ -198,8 +198,7 @@ def _p2p(written: object) -> list[Figure]:
     if len(pairs) > _LINKS:
         pairs = pairs[: _LINKS // 2] + pairs[-_LINKS // 2 :]
     links = {
-        f"rank {pair.source} to {pair.target}": [(size.bytes or 0, size.bandwidth or 0.0) for size in pair.sizes]
-        for pair in pairs
+        f"rank {pair.source} to {pair.target}": [(size.bytes, size.bandwidth) for size in pair.sizes] for pair in pairs
     }
     return _by_size("Links between ranks", "bandwidth", links)
 

@@ -111,7 +111,7 @@ def figures(workload, found):
 def test_collectives_have_a_line_for_each_operation():
     results = [collective("all_gather", 8, busbw=1e9), collective("all_gather", 16, busbw=2e9)]
     results += [collective("broadcast", 8, busbw=3e9), collective("barrier")]
-    found = {"group": "all", "groups": [], "definitions": {}, "results": results, "fits": [], "cut": [], "left_out": []}
+    found = {"group": "all", "groups": [], "definitions": {}, "results": results, "fits": [], "left_out": []}
     (figure,) = figures("collectives", found)
     assert (figure.x, figure.y) == ("bytes", "bus bandwidth (GB/s)")
     assert [(line.name, line.x, line.y) for line in figure.lines] == [
@@ -122,7 +122,7 @@ def test_collectives_have_a_line_for_each_operation():
 
 def test_of_many_links_the_fastest_and_the_slowest_are_drawn():
     pairs = [link(0, rank, bandwidth=1e9 * rank) for rank in range(1, 31)]
-    (figure,) = figures("p2p", {"pairs": pairs, "cut": []})
+    (figure,) = figures("p2p", {"pairs": pairs})
     ranks = [int(line.name.rpartition(" ")[2]) for line in figure.lines]
     assert ranks == [30, 29, 28, 27, 26, 25, 6, 5, 4, 3, 2, 1]
     assert (figure.lines[0].x, figure.lines[0].y) == ([2**26], [30.0])
