@@ -182,7 +182,7 @@ class CollectiveResult(Series):
     repetitions: int  #: How often it was timed.
     seconds: StepSeconds  #: Its time on the slowest rank.
     algbw: float | None  #: Bytes over median seconds; null for a barrier.
-    busbw: float | None  #: ``algbw`` times the factor of ``definitions``: the rate of the links.
+    busbw: float | None  #: ``algbw`` times the factor of nccl-tests: the rate of the links.
 
 
 class CollectiveFit(Fit, frozen=True):
@@ -225,7 +225,6 @@ class Collectives(Struct):
 
     group: str | list[int]  #: The requested groups.
     groups: list[list[int]]  #: The ranks of each group; all groups run concurrently.
-    definitions: dict[str, Any]  #: How ``algbw`` and ``busbw`` are computed.
     results: list[CollectiveResult]  #: One for each collective, dtype, mode and size.
     fits: list[CollectiveFit]  #: One for each collective, dtype, reduction and mode with enough sizes.
     left_out: list[str]  #: Collectives that the backend does not support.

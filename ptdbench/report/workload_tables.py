@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from ptdbench.grouping import grouped
 from ptdbench.launch.world import Peer
-from ptdbench.measure import results
+from ptdbench.measure import bandwidth, results
 from ptdbench.report.text import MISSING, drawn, figure_text, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import size_text, three_digits, time_text
@@ -197,12 +197,11 @@ def _fits(fits: Sequence[results.CollectiveFit], width: int) -> str:
 
 def _definitions(collectives: results.Collectives, width: int) -> Iterator[str]:
     """Yield how the bandwidths are computed, grouping operations with the same formula."""
-    definitions = collectives.definitions
     shown = dict.fromkeys(result.op for result in collectives.results if result.algbw is not None)
     if shown:
         ranks = len(collectives.groups[0])
-        yield f"algbw = {definitions['algbw']}, after {definitions['source']}; n = {plural(ranks, 'rank')}"
-    for formula, ops in grouped((definitions["busbw"][op], op) for op in shown).items():
+        yield f"algbw = bytes / median seconds, after {bandwidth.SOURCE}; n = {plural(ranks, 'rank')}"
+    for formula, ops in grouped((f"algbw * {bandwidth.FACTORS[op].formula}", op) for op in shown).items():
         yield wrap(f"busbw = {formula}: {', '.join(ops)}", width)
 
 

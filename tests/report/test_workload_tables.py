@@ -15,7 +15,6 @@ from ptdbench.report.workload_tables import (
     p2p_tables,
     ranges,
 )
-from ptdbench.workloads.collectives import definitions
 from tests.report.made import made
 
 
@@ -136,7 +135,7 @@ def collective(op="all_reduce", size=2**20, **changes):
 
 
 def collectives(*results, **changes):
-    found = {"group": "all", "groups": [[0, 1, 2, 3]], "definitions": definitions(), "results": list(results)}
+    found = {"group": "all", "groups": [[0, 1, 2, 3]], "results": list(results)}
     found |= {"fits": [], "left_out": []} | changes
     return collectives_tables(convert(found, Collectives), 100)
 
@@ -224,7 +223,7 @@ def check(*texts, attempts=1, **changes):
         "matmul": matmul(7e14, 7e14),
         "p2p": p2p(2, pairs=[link(0, 1, 2e-6, 12e9), link(1, 0, 3e-6, 9e9)]),
         "collectives": {
-            "group": "all", "groups": [[0, 1]], "definitions": definitions(), "results": [collective()], "fits": [],
+            "group": "all", "groups": [[0, 1]], "results": [collective()], "fits": [],
             "left_out": [],
         },
     }  # fmt: skip

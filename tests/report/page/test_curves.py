@@ -111,7 +111,7 @@ def figures(workload, found):
 def test_collectives_have_a_line_for_each_operation():
     results = [collective("all_gather", 8, busbw=1e9), collective("all_gather", 16, busbw=2e9)]
     results += [collective("broadcast", 8, busbw=3e9), collective("barrier")]
-    found = {"group": "all", "groups": [], "definitions": {}, "results": results, "fits": [], "left_out": []}
+    found = {"group": "all", "groups": [], "results": results, "fits": [], "left_out": []}
     (figure,) = figures("collectives", found)
     assert (figure.x, figure.y) == ("bytes", "bus bandwidth (GB/s)")
     assert [(line.name, line.x, line.y) for line in figure.lines] == [
