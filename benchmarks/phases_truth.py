@@ -111,7 +111,7 @@ def _in_rank(job: Job, pairs: int) -> dict[str, Any]:
             if number >= 3:  # the first ones allocate
                 times[way].append(taken)
     mean = Metrics(step_seconds=StepSeconds(mean=float(np.mean([seconds for seconds, _ in times["step"]]))))
-    phases, of_ranks = profile.phases(job, loop, mean, profile.Expected()), gather(times)
+    phases, of_ranks = profile.phases(job, loop, mean, None), gather(times)
     return {
         "phases": to_builtins(phases),
         **{way: np.mean([rank[way] for rank in of_ranks], axis=0).T.tolist() for way in times},

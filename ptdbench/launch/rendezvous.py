@@ -184,11 +184,6 @@ def process_group(
         dist.destroy_process_group()
 
 
-def is_watched(group: dist.ProcessGroup) -> bool:
-    """Return whether a group uses the NCCL of torch up to 2.14, whose watchdog holds sent tensors until it polls."""
-    return isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupNCCL)
-
-
 def patience_for(step_minutes: float | None) -> timedelta:
     """Return the timeout of collectives: longer than the watchdog's, which can name the missing rank.
 

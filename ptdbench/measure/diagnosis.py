@@ -22,14 +22,12 @@ def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float
 
     Peers have equal values in ``peers``. The median excludes the rate itself, as neither of two different rates is far
     from the median of both; the lower of two middle values is used, so that a single fast peer does not make the others
-    slow. A rate of 0 (not measurable) is slow.
+    slow.
     """
     shares = {}
     for name, rate in rates.items():
         others = [rates[other] for other in rates if other != name and peers[other] == peers[name]]
-        if rate == 0:
-            shares[name] = 0.0
-        elif others and rate < (1 - tolerance) * (usual := statistics.median_low(others)):
+        if others and rate < (1 - tolerance) * (usual := statistics.median_low(others)):
             shares[name] = rate / usual
     return shares
 

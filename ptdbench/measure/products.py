@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import statistics
 import time
@@ -111,7 +112,7 @@ def repeat(work: Step, between: Step, device: torch.device, seconds: float) -> l
     All repetitions take about ``seconds``, within the bounds of an :class:`Effort`, whose warm-up lets the library
     choose its kernel.
     """
-    effort = Effort(seconds)
+    effort = Effort(seconds, max_seconds=math.inf)
     gc.collect()
     with no_collection():
         timed(work, effort.warmup, device, between)

@@ -163,18 +163,6 @@ class Matmul(Struct):
     kept: str | None = None  #: Why ceilings were not cached for later runs; null if all were.
 
 
-class Cut(Struct):
-    """Sizes that were skipped because they would have taken too long."""
-
-    source: int | None = None  #: The sending rank of a link.
-    target: int | None = None  #: The receiving rank.
-    op: str | None = None  #: The collective.
-    dtype: str | None = None  #: Its dtype.
-    reduction: str | None = None  #: Its reduction.
-    from_bytes: int | None = None  #: The smallest size that was skipped.
-    reason: str | None = None  #: Why.
-
-
 class Series(Struct):
     """A series of measurements of one collective."""
 
@@ -194,7 +182,7 @@ class CollectiveResult(Series):
     repetitions: int  #: How often it was timed.
     seconds: StepSeconds  #: Its time on the slowest rank.
     algbw: float | None  #: Bytes over median seconds; null for a barrier.
-    busbw: float | None  #: ``algbw`` times the factor of ``definitions``: the rate of the links.
+    busbw: float | None  #: ``algbw`` times the factor of nccl-tests: the rate of the links.
 
 
 class CollectiveFit(Fit, frozen=True):
@@ -205,14 +193,14 @@ class CollectiveFit(Fit, frozen=True):
     reduction: str | None  #: The reduction; null if the collective does not reduce.
 
 
-class MessageSize(Struct, omit_defaults=True):
+class MessageSize(Struct):
     """Messages of one size between two ranks."""
 
-    bytes: int | None = None  #: The size.
-    repetitions: int | None = None  #: How often it was timed.
-    seconds: StepSeconds | None = None  #: Time of the round trip.
-    one_way: float | None = None  #: Seconds of the message without its reply.
-    bandwidth: float | None = None  #: Bytes per second.
+    bytes: int  #: The size.
+    repetitions: int  #: How often it was timed.
+    seconds: StepSeconds  #: Time of the round trip.
+    one_way: float  #: Seconds of the message without its reply.
+    bandwidth: float  #: Bytes per second.
 
 
 class Pair(Struct):
@@ -230,7 +218,6 @@ class P2P(Struct):
     """Links between ranks (``workload=p2p``)."""
 
     pairs: list[Pair]  #: One per direction.
-    cut: list[Cut]  #: Skipped sizes.
 
 
 class Collectives(Struct):
@@ -238,10 +225,8 @@ class Collectives(Struct):
 
     group: str | list[int]  #: The requested groups.
     groups: list[list[int]]  #: The ranks of each group; all groups run concurrently.
-    definitions: dict[str, Any]  #: How ``algbw`` and ``busbw`` are computed.
     results: list[CollectiveResult]  #: One for each collective, dtype, mode and size.
     fits: list[CollectiveFit]  #: One for each collective, dtype, reduction and mode with enough sizes.
-    cut: list[Cut]  #: Skipped sizes.
     left_out: list[str]  #: Collectives that the backend does not support.
 
 

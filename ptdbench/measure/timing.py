@@ -36,20 +36,13 @@ class Effort:
     min_repetitions: int = 5  #: Minimum number of timed repetitions.
     max_repetitions: int = 1000  #: Maximum number of timed repetitions.
     warmup: int = 2  #: Untimed repetitions, at least one; the fastest one determines how many fit into ``seconds``.
-    max_seconds: float = 1.0  #: A size whose ``min_repetitions`` would take longer is skipped, with all larger sizes.
+    max_seconds: float = 1.0  #: Fewer than ``min_repetitions``, but at least one, if they would take longer.
 
     def repetitions(self, once: float) -> int:
         """Return the number of timed repetitions of something that takes ``once`` seconds."""
-        return max(self.min_repetitions, min(self.max_repetitions, int(self.seconds / max(once, _TICK))))
-
-    def affords(self, once: float) -> bool:
-        """Return whether ``min_repetitions`` of something that takes ``once`` seconds fit into ``max_seconds``."""
-        return self.min_repetitions * once <= self.max_seconds
-
-    @property
-    def too_long(self) -> str:
-        """The reason for skipping a size."""
-        return f"{self.min_repetitions} repetitions would take more than workload.max_seconds"
+        once = max(once, _TICK)
+        wanted = max(self.min_repetitions, min(self.max_repetitions, self.seconds / once))
+        return int(max(1, min(wanted, self.max_seconds / once)))
 
 
 def problems(options: Mapping[str, Any]) -> list[Problem]:
@@ -99,12 +92,10 @@ def require_memory(device: torch.device, local_size: int, need: int, option: str
 def repeat(step: Step | None, device: torch.device, effort: Effort) -> list[float]:
     """Return the seconds of every timed repetition on its slowest rank; called in all ranks, with the same result.
 
-    ``step``: ``None`` on ranks that only wait. The list is empty if ``min_repetitions`` would take too long.
+    ``step``: ``None`` on ranks that only wait.
     """
     dist.barrier()
     once = min(most(*timed(step, effort.warmup, device)))
-    if not effort.affords(once):
-        return []
     dist.barrier()
     return most(*timed(step, effort.repetitions(once), device))
 

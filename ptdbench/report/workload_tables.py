@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from ptdbench.grouping import grouped
 from ptdbench.launch.world import Peer
-from ptdbench.measure import results
+from ptdbench.measure import bandwidth, results
 from ptdbench.report.text import MISSING, drawn, figure_text, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import size_text, three_digits, time_text
@@ -118,7 +118,7 @@ def p2p_tables(p2p: results.P2P, width: int) -> str:
     """Render latency and bandwidth by pair."""
     pairs = p2p.pairs
     ranks = 1 + max(max(pair.source, pair.target) for pair in pairs)
-    largest = max((size.bytes or 0 for pair in pairs for size in pair.sizes), default=0)
+    largest = max((size.bytes for pair in pairs for size in pair.sizes), default=0)
     bandwidth = f"bandwidth at {size_text(largest)} in GB/s"
     if ranks <= _MATRIX:
         blocks = [
@@ -127,7 +127,7 @@ def p2p_tables(p2p: results.P2P, width: int) -> str:
         ]
     else:
         blocks = [_slowest(f"the {_SLOWEST} slowest of {len(pairs)} pairs, {bandwidth}", pairs, width)]
-    return "\n\n".join([*blocks, *_cut(p2p.cut, width)])
+    return "\n\n".join(blocks)
 
 
 def collectives_tables(collectives: results.Collectives, width: int) -> str:
@@ -138,7 +138,7 @@ def collectives_tables(collectives: results.Collectives, width: int) -> str:
         title += f" ({collectives.group}), at the same time"
     blocks = [f"{title}; every result was checked\n{_sizes(collectives.results, width)}"]
     blocks += [_fits(collectives.fits, width)] if collectives.fits else []
-    remarks = [*_definitions(collectives, width), *_cut(collectives.cut, width)]
+    remarks = [*_definitions(collectives, width)]
     if collectives.left_out:
         remarks.append(wrap(f"left out, not in this backend: {', '.join(collectives.left_out)}", width))
     return "\n\n".join([*blocks, "\n".join(remarks)])
@@ -197,23 +197,15 @@ def _fits(fits: Sequence[results.CollectiveFit], width: int) -> str:
 
 def _definitions(collectives: results.Collectives, width: int) -> Iterator[str]:
     """Yield how the bandwidths are computed, grouping operations with the same formula."""
-    definitions = collectives.definitions
     shown = dict.fromkeys(result.op for result in collectives.results if result.algbw is not None)
     if shown:
         ranks = len(collectives.groups[0])
-        yield f"algbw = {definitions['algbw']}, after {definitions['source']}; n = {plural(ranks, 'rank')}"
-    for formula, ops in grouped((definitions["busbw"][op], op) for op in shown).items():
+        yield f"algbw = bytes / median seconds, after {bandwidth.SOURCE}; n = {plural(ranks, 'rank')}"
+    for formula, ops in grouped((f"algbw * {bandwidth.FACTORS[op].formula}", op) for op in shown).items():
         yield wrap(f"busbw = {formula}: {', '.join(ops)}", width)
 
 
-def _cut(cut: Sequence[results.Cut], width: int) -> Iterator[str]:
-    for series in cut:
-        is_link = series.source is not None
-        what = f"rank {series.source} to rank {series.target}" if is_link else name_of_series(series)
-        yield wrap(f"{what}: not from {size_text(series.from_bytes or 0)} on: {series.reason}", width)
-
-
-def name_of_series(series: results.CollectiveResult | results.CollectiveFit | results.Cut) -> str:
+def name_of_series(series: results.CollectiveResult | results.CollectiveFit) -> str:
     """Name a series of collectives: ``all_reduce fp32 sum``."""
     return " ".join(filter(None, (series.op, series.dtype, series.reduction)))
 

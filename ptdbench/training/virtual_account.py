@@ -6,10 +6,8 @@ import time
 from contextlib import closing
 
 import torch
-import torch.distributed as dist
 
 from ptdbench.job import Job
-from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import gather
 from ptdbench.measure import memory
 from ptdbench.profiling.kernels import by_kind
@@ -35,17 +33,6 @@ def present(job: Job) -> list[int]:
     return list(job.world.present or range(job.world.size))
 
 
-def settle() -> None:
-    """Wait until NCCL's watchdog has seen the end of all work, as it would during the slower steps of a real GPU.
-
-    Up to torch 2.14 it keeps the tensors of messages alive until then, and polls ten times a second, so that their
-    memory would depend on this machine.
-    """
-    for group in _communicating():
-        if rendezvous.is_watched(group):
-            group._wait_for_pending_works()
-
-
 def _of_rank(job: Job, loop: StepLoop) -> Virtual:
     machine = job.spec.virtual
     assert machine
@@ -55,7 +42,7 @@ def _of_rank(job: Job, loop: StepLoop) -> Virtual:
         allocated_bytes=[memory.peak_bytes(job.device)],  # of the steps before
         reserved_bytes=[memory.peak_reserved_bytes(job.device)],
         context_bytes=machine.gpu.context,
-        communicators=[len(_communicating())],
+        communicators=[len(watch.communicating())],
     )
     _write_log(job, loop)
     if not job.spec.config.profile.steps:
@@ -80,13 +67,8 @@ def _write_log(job: Job, loop: StepLoop) -> None:
             profile.step(loop, number)
             log.mark()
         log.end()
-    settle()
+    watch.settle()
     memory.trim()
-
-
-def _communicating() -> list[dist.ProcessGroup]:
-    groups = dist.distributed_c10d._world.pg_map
-    return [group for group in groups if group.size() > 1 and "nccl" in dist.get_backend_config(group)]
 
 
 def _step(job: Job, loop: StepLoop) -> tuple[float, watch.Account]:
@@ -96,5 +78,5 @@ def _step(job: Job, loop: StepLoop) -> tuple[float, watch.Account]:
     profile.step(loop, loop.done)
     seconds = time.perf_counter() - started
     torch.cuda.synchronize(job.device)
-    settle()
+    watch.settle()
     return seconds, watch.since(before, watch.read_account())

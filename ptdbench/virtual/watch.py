@@ -85,6 +85,30 @@ def since(before: Account, account: Account) -> Account:
     return {group: counts - before.get(group, Counter()) for group, counts in account.items()}
 
 
+def communicating() -> list[Any]:
+    """Return this process's groups of several ranks that communicate by NCCL."""
+    import torch
+
+    groups: Any = torch.distributed
+    if not (groups.is_available() and groups.is_initialized()):
+        return []
+    every = groups.distributed_c10d._world.pg_map
+    return [group for group in every if group.size() > 1 and "nccl" in groups.get_backend_config(group)]
+
+
+def settle() -> None:
+    """Wait until NCCL's watchdog has seen the end of all work, as it would during the slower steps of a real GPU.
+
+    Up to torch 2.14 it keeps the tensors of messages alive until then, and polls ten times a second, so that their
+    memory would depend on this machine.
+    """
+    import torch
+
+    for group in communicating():
+        if isinstance(group._get_backend(torch.device("cuda")), torch.distributed.ProcessGroupNCCL):
+            group._wait_for_pending_works()
+
+
 class Log:
     """The log of this process, which :mod:`ptdbench.prediction.log` reads; false if no folder is named for it.
 
@@ -241,7 +265,7 @@ class _Watch:
             self._report["first"] = step | {"allocated": allocated}
         self._note_in_log(self._report["steps"] - _BEFORE_LOG)
         self._write()
-        self._settle()
+        settle()
         return True
 
     def _note_in_log(self, logged: int) -> None:
@@ -250,15 +274,6 @@ class _Watch:
             (self._log.mark if logged else self._log.begin)()
             if logged == LOGGED:
                 self._log.end()
-
-    def _settle(self) -> None:
-        """Wait until NCCL's watchdog has let go of what was sent, as ``virtual_account.settle`` does."""
-        groups: Any = self._torch.distributed.distributed_c10d
-        for group in groups._world.pg_map if self._torch.distributed.is_initialized() else ():
-            if group.size() > 1 and "nccl" in groups.get_backend_config(group):
-                backend = group._get_backend(self._torch.device("cuda"))
-                if isinstance(backend, self._torch.distributed.ProcessGroupNCCL):
-                    group._wait_for_pending_works()
 
     def _is_over(self) -> bool:
         return bool(self._report["steps"] >= self._most_steps)

@@ -20,7 +20,7 @@ from ptdbench.measure import ceiling, contention, diagnosis, gpu_state, memory, 
 from ptdbench.measure.gpu_state import Gpu, Gpus
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.products import ProductShape
-from ptdbench.measure.results import P2P, Finding, Matmul, MessageSize, OtherLoad, Pair
+from ptdbench.measure.results import P2P, Finding, Matmul, OtherLoad, Pair
 from ptdbench.measure.timing import median_of
 from ptdbench.problems import Problem, at_least, require
 from ptdbench.report import workload_tables
@@ -44,8 +44,6 @@ _DTYPES = ("fp32", "bf16")
 _SECONDS = 0.5
 _MESSAGE_BYTES = 2**24
 
-#: Maximum seconds for the messages of a link: enough for 3 MB/s.
-_LONGEST = 60.0
 #: With more ranks, each sends only to the next one: the number of pairs grows quadratically.
 _MOST_RANKS_IN_PAIRS = 8
 
@@ -152,8 +150,7 @@ class Check:
             return None
         pairs = "all" if job.world.size <= _MOST_RANKS_IN_PAIRS else "ring"
         size = {"min_bytes": _MESSAGE_BYTES, "max_bytes": _MESSAGE_BYTES}
-        short = PointToPoint(pairs=pairs, **size, max_seconds=_LONGEST)
-        return point_to_point.measure(job, short)
+        return point_to_point.measure(job, PointToPoint(pairs=pairs, **size))
 
     def _until_sound(self, job: Job, measure: Callable[[], R], rates_of: Callable[[R], Rates[T]]) -> _Measured[R, T]:
         """Measure until nothing looks slow or attempts run out."""
@@ -228,8 +225,8 @@ def _product_rates(job: Job, matmul: Matmul) -> Rates[tuple[str, int]]:
 def _link_rates(facts: Sequence[_Facts], p2p: P2P | None) -> Rates[tuple[int, int]]:
     """Return bytes/s by source and target, over the time of a round trip; a link's peers are of the same kind.
 
-    A link that was too slow to be measured has a rate of 0. Bandwidth without latency would have the errors of both,
-    and latency varies by a few microseconds with the cores that two ranks happen to run on.
+    Bandwidth without latency would have the errors of both, and latency varies by a few microseconds with the cores
+    that two ranks happen to run on.
     """
 
     def kind(source: _Facts, target: _Facts) -> Hashable:
@@ -238,8 +235,8 @@ def _link_rates(facts: Sequence[_Facts], p2p: P2P | None) -> Rates[tuple[int, in
         return source.seen.link(source.gpu, target.gpu) if source.gpu and target.gpu else "within a node"
 
     def rate(pair: Pair) -> float:
-        size = pair.sizes[-1] if pair.sizes else MessageSize()
-        return size.bytes / median_of(size.seconds) if size.bytes and size.seconds else 0.0
+        size = pair.sizes[-1]
+        return size.bytes / median_of(size.seconds)
 
     rates = {(pair.source, pair.target): rate(pair) for pair in (p2p.pairs if p2p else ())}
     return rates, {(source, target): kind(facts[source], facts[target]) for source, target in rates}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch.distributed as dist
 from msgspec.structs import asdict
 
 from ptdbench.job import Job, Outcome
-from ptdbench.launch.world import World
 from ptdbench.measure import bandwidth, results, timing
 from ptdbench.measure.operations import DTYPES, OPERATIONS, GroupRank, unsupported, verify
-from ptdbench.measure.results import CollectiveFit, CollectiveResult, Cut, Series
+from ptdbench.measure.results import CollectiveFit, CollectiveResult, Series
 from ptdbench.measure.timing import Effort, median_of, summary
 from ptdbench.problems import Problem, divisors, nearest, require, try_these
 from ptdbench.report import workload_tables
@@ -82,33 +81,22 @@ def measure(job: Job, options: Collectives) -> results.Collectives:
     need = _COPIES * options.max_bytes
     timing.require_memory(job.device, job.world.local_size, need, "workload.max_bytes", options.max_bytes)
     groups = groups_of(options.group, job.world.size, options.pipeline_size)
-    group = _join(groups, job.world)
+    member = _join(groups, job)
     figures = results.Collectives(
         group=options.group,
         groups=groups,
-        definitions=definitions(),
         results=[],
         fits=[],
-        cut=[],
         left_out=unsupported(job.spec.backend, job.device.type),
     )
     for series in options.series(figures.left_out):
-        rows = _measure_series(job, options, series, group, len(groups[0]), figures.cut)
+        rows = _measure_series(job, options, series, member, len(groups[0]))
         figures.results += rows
         if line := bandwidth.fit([row.bytes for row in rows], [median_of(row.seconds) for row in rows]):
             figures.fits.append(CollectiveFit(**asdict(line), **asdict(series)))
-    if group and group.handle:
-        dist.destroy_process_group(group.handle)
+    if member and member.group:
+        dist.destroy_process_group(member.group)
     return figures
-
-
-def definitions() -> dict[str, object]:
-    """Return how the bandwidths are computed."""
-    return {
-        "source": bandwidth.SOURCE,
-        "algbw": "bytes / median seconds",
-        "busbw": {op: f"algbw * {factor.formula}" for op, factor in bandwidth.FACTORS.items()},
-    }
 
 
 def groups_of(group: str | Sequence[int], world_size: int, pipeline_size: int | Literal["auto"]) -> list[list[int]]:
@@ -127,24 +115,16 @@ def groups_of(group: str | Sequence[int], world_size: int, pipeline_size: int | 
     return [list(range(stage, world_size, stages)) for stage in range(stages)]
 
 
-@dataclass(frozen=True)
-class Group:
-    """The group of this rank; the handle is ``None`` for all ranks of the run."""
-
-    handle: dist.ProcessGroup | None
-    ranks: Sequence[int]
-
-
-def _join(groups: Sequence[Sequence[int]], world: World) -> Group | None:
-    """Return this rank's group, or ``None`` if it is in none; creating the groups is collective over all ranks."""
-    group = None
+def _join(groups: Sequence[Sequence[int]], job: Job) -> GroupRank | None:
+    """Return this rank in its group, or ``None`` if it is in none; creating the groups is collective over all ranks."""
+    world, member = job.world, None
     for ranks in groups:
         everybody = list(ranks) == list(range(world.size))
         handle = None if everybody else dist.new_group(list(ranks))
         if world.rank in ranks:
             assert not isinstance(handle, int)  # NON_GROUP_MEMBER
-            group = Group(handle, ranks)
-    return group
+            member = GroupRank(handle, ranks, ranks.index(world.rank), job.device, DTYPES["fp32"])
+    return member
 
 
 _GROUPS = "try all, data, pipeline, or ranks as in [0,2]"
@@ -178,13 +158,11 @@ def _group_problems(
 
 
 def _measure_series(
-    job: Job, options: Collectives, series: Series, group: Group | None, ranks: int, cut: list[Cut]
+    job: Job, options: Collectives, series: Series, member: GroupRank | None, ranks: int
 ) -> list[CollectiveResult]:
-    """Measure one operation by size; add the first size that takes too long, if any, to ``cut``."""
+    """Measure one operation by size."""
     operation, dtype = OPERATIONS[series.op], DTYPES[series.dtype or "fp32"]
-    place = None
-    if group:
-        place = GroupRank(group.handle, group.ranks, group.ranks.index(job.world.rank), job.device, dtype)
+    place = member and replace(member, dtype=dtype)
     item = dtype.torch.itemsize
     sizes = timing.sizes(options.min_bytes, options.max_bytes, options.factor)
     counts = dict.fromkeys(operation.count(size, ranks, item) for size in sizes) if series.dtype else [0]
@@ -192,16 +170,13 @@ def _measure_series(
     for count in counts:
         job.watchdog.alive()
         size = operation.bytes(count, ranks, item)
-        name = f"{series} of {size} bytes over ranks {group.ranks if group else []}"
+        name = f"{series} of {size} bytes over ranks {place.ranks if place else []}"
         message = operation.prepare(place, count) if place else None
         if message and place:
             verify(message, name, place)
         seconds = timing.repeat(message.call if message else None, job.device, options)
         if message and place:
             verify(message, name, place)
-        if not seconds:
-            cut.append(Cut(**asdict(series), from_bytes=size, reason=options.too_long))
-            break
         rows.append(_result(series, size, ranks, seconds))
     return rows
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.operations import DTYPES, compare, sent
-from ptdbench.measure.results import P2P, Cut, MessageSize, Pair
+from ptdbench.measure.results import P2P, MessageSize, Pair
 from ptdbench.measure.timing import Effort, median_of, summary
 from ptdbench.problems import Problem, require
 from ptdbench.report import workload_tables
@@ -69,9 +69,8 @@ def measure(job: Job, options: PointToPoint) -> P2P:
     """
     need = _COPIES * options.max_bytes
     timing.require_memory(job.device, job.world.local_size, need, "workload.max_bytes", options.max_bytes)
-    cut: list[Cut] = []
     pairs = ordered_pairs(job.world.size, ring=options.pairs == "ring")
-    return P2P([_one_way(job, options, *pair, cut) for pair in pairs], cut)
+    return P2P([_one_way(job, options, *pair) for pair in pairs])
 
 
 def ordered_pairs(ranks: int, ring: bool) -> Iterator[tuple[int, int]]:
@@ -79,17 +78,13 @@ def ordered_pairs(ranks: int, ring: bool) -> Iterator[tuple[int, int]]:
     return ((rank, (rank + 1) % ranks) for rank in range(ranks)) if ring else permutations(range(ranks), 2)
 
 
-def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: list[Cut]) -> Pair:
-    answer = _round_trips(job, options, source, target, ANSWER)
-    latency = median_of(summary(answer)) / 2 if answer else None
+def _one_way(job: Job, options: PointToPoint, source: int, target: int) -> Pair:
+    latency = median_of(summary(_round_trips(job, options, source, target, ANSWER))) / 2
     rows: list[MessageSize] = []
     points: list[tuple[int, float]] = []
     for size in timing.sizes(options.min_bytes, options.max_bytes, options.factor):
         job.watchdog.alive()
-        seconds = _round_trips(job, options, source, target, size) if latency else []
-        if not seconds or latency is None:
-            cut.append(Cut(source, target, from_bytes=size, reason=options.too_long))
-            break
+        seconds = _round_trips(job, options, source, target, size)
         times = summary(seconds)
         median = median_of(times)
         one_way = max(median - latency, median / 2)  # an answer is never slower than the message
@@ -99,7 +94,7 @@ def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: lis
         source,
         target,
         latency,
-        bandwidth=rows[-1].bandwidth if rows else None,
+        bandwidth=rows[-1].bandwidth,
         fit=bandwidth.fit([size for size, _ in points], [seconds for _, seconds in points]),
         sizes=rows,
     )

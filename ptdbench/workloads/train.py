@@ -35,6 +35,7 @@ from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop, Update, collect_garbage
 from ptdbench.training.metrics import first_nonfinite_loss
 from ptdbench.training.recorder import Recorder
+from ptdbench.virtual.watch import settle
 from ptdbench.workloads import check
 
 #: Number of steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
@@ -256,7 +257,7 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
                         torch.cuda.synchronize(job.device)
                     job.watch.lap("first_step")
                 if job.spec.virtual:
-                    virtual_account.settle()
+                    settle()
                 if loop.taken == PROBE_STEPS:
                     wanted = _affordable(job, loop)
                 job.watchdog.beat(loop.done)

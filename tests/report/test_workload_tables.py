@@ -15,7 +15,6 @@ from ptdbench.report.workload_tables import (
     p2p_tables,
     ranges,
 )
-from ptdbench.workloads.collectives import definitions
 from tests.report.made import made
 
 
@@ -136,8 +135,8 @@ def collective(op="all_reduce", size=2**20, **changes):
 
 
 def collectives(*results, **changes):
-    found = {"group": "all", "groups": [[0, 1, 2, 3]], "definitions": definitions(), "results": list(results)}
-    found |= {"fits": [], "cut": [], "left_out": []} | changes
+    found = {"group": "all", "groups": [[0, 1, 2, 3]], "results": list(results)}
+    found |= {"fits": [], "left_out": []} | changes
     return collectives_tables(convert(found, Collectives), 100)
 
 
@@ -170,24 +169,22 @@ class TestCollectives:
         fit = {**series, **line, "r2": 0.98765, "max_relative_error": 0.123, "points": 26}
         assert cells(collectives(fits=[fit]), "all_reduce")[1:] == ["20.0", "1.00", "2.00", "0.988", "12%", "26"]
 
-    def test_several_groups_what_was_cut_and_what_was_left_out_are_said(self):
-        series = {"op": "gather", "dtype": "fp32"}
-        cut = {**series, "from_bytes": 2**28, "reason": "too long"}
+    def test_several_groups_and_what_was_left_out_are_said(self):
         groups = {"group": "data", "groups": [[0, 2], [1, 3]]}
-        text = collectives(collective(), cut=[cut], left_out=["reduce", "scatter"], **groups)
+        text = collectives(collective(), left_out=["reduce", "scatter"], **groups)
         assert text.startswith("2 groups of 2 ranks (data), at the same time; ")
-        assert "gather fp32: not from 256 MiB on: too long" in text
         assert "left out, not in this backend: reduce, scatter" in text
 
 
 def link(source, target, latency=2e-5, bandwidth=1.5e9):
-    sizes = [{"bytes": 2**26, "seconds": {"median": 0.04}, "bandwidth": bandwidth}]
-    return {"source": source, "target": target, "latency": latency, "bandwidth": bandwidth, "fit": None, "sizes": sizes}
+    size = {"bytes": 2**26, "repetitions": 5, "seconds": {"median": 0.04}, "one_way": 0.04, "bandwidth": bandwidth or 0}
+    pair = {"source": source, "target": target, "latency": latency, "bandwidth": bandwidth}
+    return {**pair, "fit": None, "sizes": [size]}
 
 
 def p2p(ranks, **changes):
     pairs = [link(a, b) for a in range(ranks) for b in range(ranks) if a != b]
-    return {"pairs": pairs, "cut": []} | changes
+    return {"pairs": pairs} | changes
 
 
 class TestLinks:
@@ -208,12 +205,6 @@ class TestLinks:
         assert first[3].split() == ["4", "7", "20.0", "0.100"]
         assert len(first) == 13
 
-    def test_nothing_measured_is_no_error(self):
-        nothing = {"source": 0, "target": 1, "latency": None, "bandwidth": None, "fit": None, "sizes": []}
-        cut = [{"source": 0, "target": 1, "from_bytes": 8, "reason": "too long"}]
-        found = {"pairs": [nothing], "cut": cut}
-        assert "rank 0 to rank 1: not from 8 B on: too long" in p2p_tables(convert(found, P2P), 100)
-
 
 def check(*texts, attempts=1, **changes):
     found = {
@@ -232,8 +223,8 @@ def check(*texts, attempts=1, **changes):
         "matmul": matmul(7e14, 7e14),
         "p2p": p2p(2, pairs=[link(0, 1, 2e-6, 12e9), link(1, 0, 3e-6, 9e9)]),
         "collectives": {
-            "group": "all", "groups": [[0, 1]], "definitions": definitions(), "results": [collective()], "fits": [],
-            "cut": [], "left_out": [],
+            "group": "all", "groups": [[0, 1]], "results": [collective()], "fits": [],
+            "left_out": [],
         },
     }  # fmt: skip
     return found | changes

@@ -12,8 +12,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from ptdbench.measure import contention, diagnosis
-from ptdbench.measure.results import P2P, MessageSize, OtherLoad, Pair, StepSeconds
+from ptdbench.measure import contention
+from ptdbench.measure.results import OtherLoad
 from ptdbench.workloads import check
 from ptdbench.workloads.check import Check
 from ptdbench.workloads.train import Train
@@ -113,15 +113,6 @@ def test_slow_is_measured_again_and_named_after_the_last_attempt(monkeypatch, ro
     )
     assert (outcome.first, outcome.slow, outcome.attempts) == (rounds[0], slow, attempts)
     assert len([*left]) == len(rounds) - attempts
-
-
-def test_a_link_that_is_too_slow_to_be_measured_is_slow():
-    size = MessageSize(100, 1, StepSeconds(2.0))
-    pairs = [Pair(a, b, None, None, None, [size] if b else []) for a in range(3) for b in range(3) if a != b]
-    rates, peers = check._link_rates([check._Facts(f"n{rank}") for rank in range(3)], P2P(pairs, [], []))
-    assert rates == {(a, b): 50.0 if b else 0.0 for a in range(3) for b in range(3) if a != b}
-    assert diagnosis.slow(rates, peers, 0.05) == {(1, 0): 0.0, (2, 0): 0.0}
-    assert diagnosis.slow({(0, 1): 0.0, (1, 0): 0.0}, peers, 0.05) == {(0, 1): 0.0, (1, 0): 0.0}  # as all others
 
 
 def test_ranks_beside_other_load():

@@ -30,7 +30,7 @@ def test_every_operation_is_right_and_timed(shared_run, ranks):
     figures = start(shared_run, ranks, "workload.max_bytes=65536", "workload.factor=8")
     measured = {row["op"] for row in figures["results"]}
     assert measured == OPERATIONS.keys()
-    assert (figures["groups"], figures["cut"], figures["left_out"]) == ([list(range(ranks))], [], [])
+    assert (figures["groups"], figures["left_out"]) == ([list(range(ranks))], [])
     for row in figures["results"]:
         seconds = row["seconds"]
         assert 0 < seconds["p5"] <= seconds["median"] <= seconds["p95"]
@@ -74,15 +74,6 @@ def test_groups_are_those_of_the_mesh_that_trains(data, pipeline):
     finally:
         dist.destroy_process_group()
     assert [groups_of(name, data * pipeline, pipeline)[0] for name in ("data", "pipeline")] == of_mesh
-
-
-@pytest.mark.thorough
-@pytest.mark.ranks
-def test_what_takes_too_long_is_left_out_and_said(shared_run):
-    figures = start(shared_run, 2, "workload.ops=all_reduce", "workload.max_seconds=1e-9")
-    assert (figures["results"], figures["fits"]) == ([], [])
-    (cut,) = figures["cut"]
-    assert (cut["op"], cut["from_bytes"]) == ("all_reduce", 8)
 
 
 @pytest.mark.ranks
