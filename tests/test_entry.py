@@ -4,7 +4,6 @@ Starting Python and torch costs seconds each time, so that refusals come from a 
 of what a command line may get wrong is tested in tests/setup.
 """
 
-import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import execution, requests
 from ptdbench.sweep.agenda import Agenda
 from tests import forked
-from tests.conftest import ROOT, outputs
+from tests.conftest import ROOT
 from tests.ports import free_port
 from tests.programs import TRAIN, call
 
@@ -108,15 +107,6 @@ class TestHelp:
 
 @pytest.mark.ranks
 class TestRuns:
-    def test_a_run(self, tmp_path):
-        done = call(*TRAIN, *TOY, cwd=tmp_path, environ=os.environ)
-        assert done.returncode == 0, done.stderr
-        (directory,) = outputs(tmp_path)
-        assert directory.name.endswith("_toy_ddp")
-        record = json.loads((directory / "record.json").read_text())
-        assert (record["status"], record["steps"]) == ("ok", 4)
-        assert f"tensorboard --logdir {Path('outputs') / directory.name}" in done.stdout
-
     def test_a_model_without_reset_is_built_once_in_each_process_and_is_gone_from_the_one_that_waits(
         self, tmp_path, monkeypatch
     ):

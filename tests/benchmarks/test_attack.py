@@ -1,6 +1,5 @@
 """The attack in short, and that it sees what is wrong with a product that loses things."""
 
-import json
 import os
 import random
 import textwrap
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attack import evidence, rounds, scenarios, victims
+from benchmarks.attack import rounds, scenarios, victims
 from benchmarks.attack.__main__ import environ as variables
 from benchmarks.attack.rounds import Round, Setting
 from benchmarks.attack.scenarios import Reference, Scenario
@@ -112,48 +111,3 @@ def test_a_finished_run_that_changes_and_files_that_are_torn(setting, tmp_path):
         """,
     )
     assert kinds(one) == ["torn", "lost", "unequal"]
-
-
-@pytest.mark.parametrize(
-    ("now", "is_lost"),
-    [
-        ({"phases": {"steps": 5}, "nodes": ["vm"]}, False),  # of the profiling pass, and of the end
-        ({"steps": 3}, True),
-        ({"status": "failed"}, True),
-        ({"config": {"seed": 1}}, True),
-    ],
-)
-def test_what_the_end_of_a_run_may_add_to_its_record(tmp_path, now, is_lost):
-    before = {"status": "ok", "config": {}, "steps": 2, "phases": None, "nodes": None}
-    (tmp_path / "record.json").write_text(json.dumps({**before, **now}))
-    assert evidence.changed(tmp_path, json.dumps(before).encode()) == is_lost
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ('{"status": "ok", "config": {}}', ""),
-        ("", "is no JSON"),
-        ('{"status": "ok", "config": {}', "is no JSON"),
-        ('{"status": "ok", "config": {"a": NaN}}', "NaN is no JSON"),
-        ("[1]", "has no status"),
-        ('{"status": "ok"}', "or no config"),
-    ],
-)
-def test_what_is_a_valid_record(tmp_path, text, wrong):
-    (tmp_path / "record.json").write_text(text)
-    said = evidence.invalid(tmp_path)
-    assert wrong in said
-    assert bool(said) == bool(wrong)
-
-
-def test_lines_of_results(tmp_path):
-    sweep = tmp_path / "outputs" / "sweep"
-    sweep.mkdir(parents=True)
-    line = json.dumps({"directory": "x/0_toy", "status": "ok"})
-    (sweep / "results.jsonl").write_text(f"{line}\n{line[:9]}")  # the last one is torn, which counts for nothing
-    assert list(evidence.half_written(tmp_path)) == []
-    assert evidence.ok_in_results(tmp_path) == {"0_toy"}
-    (sweep / "results.jsonl").write_text(f"{line[:9]}\n{line}\n")
-    (torn,) = evidence.half_written(tmp_path)
-    assert torn.endswith("line 1 does not parse")

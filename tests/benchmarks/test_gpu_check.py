@@ -1,9 +1,7 @@
 """The acceptance run of one GPU: its verdicts on runs that a test makes up, and what it keeps."""
 
 import json
-import os
 import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -164,23 +162,6 @@ def test_an_error_of_a_part_is_a_failed_check() -> None:
     of = Scripted(part="broken")
     of.watched(lambda _: {}["metrics"])
     assert verdicts(of) == {"broken": False, "duration": True}
-
-
-def test_processes_that_hold_the_device_are_found_but_for_those_of_others(tmp_path: Path, monkeypatch) -> None:
-    device = tmp_path / "nvidia0"
-    monkeypatch.setenv(session.MARK, "mine")
-    waiting = [sys.executable, "-c", "input()"]
-    with device.open("w") as held:
-        mine, other = (
-            subprocess.Popen(waiting, stdin=subprocess.PIPE, stdout=held, env={**os.environ, session.MARK: mark})
-            for mark in ("mine", "of another")
-        )
-    try:
-        assert set(session.holders(f"{tmp_path}/nvidia\\d+")) == {mine.pid}
-    finally:
-        for process in (mine, other):
-            process.communicate(b"\n")
-    assert session.holders(f"{tmp_path}/nvidia\\d+") == {}
 
 
 def test_a_process_that_stays_on_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """How often ranks are wrong: the sweeps that are made, and what a row asks."""
 
 import math
-import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +8,6 @@ import pytest
 from benchmarks import ranks_truth
 from benchmarks.ranks_truth import DRIFT, ERROR, ERRORS, LAYOUTS, MEMORY, sweep
 from ptdbench.comparison import variation
-from ptdbench.records import store
-from tests.report.made import repeated
 
 RANDOM = np.random.default_rng
 
@@ -43,25 +39,6 @@ def test_a_row_of_identical_layouts_misses_where_chance_does_not_explain_it(seen
 
 def test_a_row_of_layouts_that_differ_is_judged_by_its_share():
     assert [ranks_truth._row("", seen, 100, least=0.95).is_met for seen in (94, 95)] == [False, True]
-
-
-def test_make_bench_is_judged_by_its_table(tmp_path, monkeypatch):
-    """Of three sweeps the second decides nothing, and the last one takes too long."""
-    decided = [164.0, 168.0, 148.0], [120.0, 105.0, 124.0], [103.0, 110.0, 112.0]
-    tables, clock = [decided, [decided[0]] * 3, decided], iter([0, 100, 200, 300, 400, 600])
-
-    def made(command, cwd, check):
-        directory = cwd / command[-1].partition("hydra.sweep.dir=")[2]
-        directory.mkdir(parents=True)
-        for name, rates in zip(("ddp", "pdp", "fsdp"), tables.pop(0), strict=True):
-            for one in repeated(name, rates, str(directory)):
-                store.append_result(directory, one.written)
-
-    monkeypatch.setattr(ranks_truth, "ROOT", tmp_path)
-    monkeypatch.setattr(ranks_truth.subprocess, "run", made)
-    monkeypatch.setattr(ranks_truth, "time", SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime))
-    first, in_time = ranks_truth.bench(3)
-    assert (first.seen, first.is_met, in_time.seen, in_time.is_met) == (2, False, 2, False)
 
 
 def test_the_repeats_are_those_of_make_bench():

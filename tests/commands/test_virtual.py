@@ -176,11 +176,10 @@ def test_interrupt_leaves_nothing(environ, tmp_path):
         (("h100", "--", "./missing"), "COMMAND=./missing: cannot be started: No such file or directory"),
     ],
 )
-def test_bad_input_is_refused_in_one_sentence(virtual, words, message):
-    refused = virtual(*words)
-    assert refused.returncode == 1
-    assert refused.stderr.startswith(message)
-    assert len(refused.stderr.splitlines()) == 1
+def test_bad_input_is_refused_in_one_sentence(ptdbench, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    status, _, (line,) = ptdbench("virtual", *words)
+    assert (status, line.startswith(message)) == (1, True), line
 
 
 ENDLESS = """
@@ -212,7 +211,6 @@ def test_program_without_gpu_keeps_its_status_and_output(virtual):
     assert "no process used a GPU" in done.stderr
 
 
-def test_gpus_are_listed(virtual):
-    listed = virtual()
-    assert listed.returncode == 0
-    assert "NVIDIA H100 80GB HBM3" in listed.stdout
+def test_gpus_are_listed(ptdbench):
+    status, listed, _ = ptdbench("virtual")
+    assert (status, "NVIDIA H100 80GB HBM3" in listed) == (0, True)

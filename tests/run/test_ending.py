@@ -153,12 +153,22 @@ def test_the_warning_ahead_of_a_time_limit_is_told_as_what_it_is():
     assert record.stopped(in_job, "SIGTERM after step 1")["status"] == "preempted"
 
 
-def test_container_asks_the_jobs_script_to_requeue(directory, monkeypatch):
+@pytest.mark.parametrize(
+    ("most", "stopped", "says"),
+    [
+        (10, "SIGUSR2", "saved and requeued (1 of 10)"),
+        (0, "SIGUSR2", "SIGUSR2 after step 1; not requeued: cluster.max_requeues=0 is reached"),
+        (10, "SIGTERM", OPEN["error"]["message"]),  # of scancel
+    ],
+)
+def test_job_is_requeued_ahead_of_its_time_limit_as_often_as_allowed(directory, monkeypatch, most, stopped, says):
+    """In a container its script is asked to do so."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     ledger.begin(directory, [])
     (run := directory / "run").mkdir()
     store.write_record(run, OPEN)
-    asked = composed("cluster=slurm", "cluster.requeue=true", "cluster.container.image=/i.sqsh")
-    ending._requeue(attempt(run), config.read(asked).cluster, OPEN, "SIGUSR2 after step 1")
-    assert (directory / ".requeue-7").exists()
-    assert "saved and requeued (1 of 10)" in store.load_record(run)["error"]["message"]
+    requeues = ("cluster.requeue=true", f"cluster.max_requeues={most}", "cluster.container.image=/i.sqsh")
+    asked = config.read(composed("cluster=slurm", *requeues))
+    ending._requeue(attempt(run), asked.cluster, OPEN, f"{stopped} after step 1")
+    assert (directory / ".requeue-7").exists() == ("requeued (" in says)
+    assert says in store.load_record(run)["error"]["message"]
