@@ -66,7 +66,7 @@ def expand(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Kind]:
         ConfigError: An entry names no module, has a word without a role here, or one that its module cannot have.
     """
     modules = dict(module.named_modules())
-    weights = [name for name, _ in module.named_parameters()]
+    weights = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     kinds: dict[str, Kind] = {}
     problems = []
     for pattern, word in plan.items():

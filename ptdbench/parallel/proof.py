@@ -62,15 +62,25 @@ def prove(model: Model, example: tuple[Any, Tensor], ranks: int) -> str | None:
 
 def _key(model: Model, ranks: int) -> dict[str, Any]:
     """Return all that a proof depends on, the plan included."""
-    sources = {kind: "" for part in module_of(model).modules() for kind in type(part).__mro__}
-    for kind in sources:
+    module = getattr(model, "module", module_of(model))
+    kinds = {
+        kind for part in module.modules() for kind in type(part).__mro__ if not kind.__module__.startswith("torch.")
+    }
+    sources = set[str]()
+    for kind in kinds:
         with suppress(OSError, TypeError):  # a class of a notebook, or of C
-            sources[kind] = inspect.getsource(kind)
+            sources.add(inspect.getsource(inspect.getmodule(kind) or kind))
     roles = {name: role.kind for name, role in roles_of(model).items()}
-    described = [module_of(model), roles, model.tied(), sorted(map(str, sources.values())), inspect.getsource(tensor)]
+    described = [
+        module,
+        getattr(module, "config", ""),
+        roles,
+        model.tied(),
+        *sorted(sources),
+        inspect.getsource(tensor),
+    ]
     digest = hashlib.sha256("\n".join(map(str, described)).encode()).hexdigest()
-    return {"model": type(getattr(model, "module", model)).__qualname__, "proven": digest, "ranks": ranks,
-            "torch": torch.__version__}  # fmt: skip
+    return {"model": type(module).__qualname__, "proven": digest, "ranks": ranks, "torch": torch.__version__}
 
 
 @torch.no_grad()
