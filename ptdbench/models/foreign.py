@@ -262,11 +262,11 @@ class Adapted(nn.Module):
     def _planned(self) -> dict[str, Role]:
         """Roles by a plan, computed before a layout replaces the layers."""
         try:
-            kinds = plans.expand_present(self.module, self._plan or {})
+            kinds = plans.expand(self.module, self._plan or {}, in_part=True)
             roles = plans.roles(self, self._example(), _prefixed(kinds))
             return {name.removeprefix(PREFIX): role for name, role in roles.items()}
-        except plans.NoPlan as reason:
-            self.undivided = str(reason)
+        except ValueError as reason:
+            self.undivided = first_line(reason)
             return {}
 
     def train_flops(self) -> dict[str, float]:

@@ -45,12 +45,6 @@ def test_roles_of_a_block(kind, plan, roles):
     assert of_block(users.Tokens(kind=kind), plan) == roles
 
 
-def test_an_embedding_is_split_with_its_head_and_the_other_way():
-    both = {"module.embed": Role("vocabulary"), "module.head": Role("colwise_gather_output")}
-    for plan in ({"head": "colwise_rep"}, {"embed": "embedding_rowwise"}):
-        assert adapted(users.Tokens(), plan).roles() == both
-
-
 def test_what_cannot_be_split_says_why():
     model = adapted(assembled(lambda self, inputs: self.embed(inputs), embed=nn.Embedding(12, 12)))
     assert model.roles() == {}
@@ -58,7 +52,7 @@ def test_what_cannot_be_split_says_why():
     theirs = users.Tokens()
     theirs._tp_plan = {"absent.*": "moe_tp_experts", "blocks.*.fc1": "packed_colwise"}
     assert (model := adapted(theirs)).roles() == {}
-    assert model.undivided == "tp_plan[blocks.*.fc1]=packed_colwise is not a split that ptdbench has"
+    assert model.undivided == Abridged("tp_plan[blocks.*.fc1]=packed_colwise: is not a split that …")
 
 
 @pytest.mark.parametrize(
