@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from ptdbench.problems import Problem, divisors, require, try_these
 
-#: A requested degree: ``auto`` follows from the number of ranks, ``node`` from the nodes too, see :func:`sizes_by_node`.
+#: A requested degree: ``auto`` follows from the number of ranks, ``node`` from the nodes, see :func:`sizes_by_node`.
 Size = int | Literal["auto", "node"]
 T = TypeVar("T", bound=Size)
 D = TypeVar("D", bound="Dims")

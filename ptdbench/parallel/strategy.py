@@ -53,7 +53,7 @@ class Strategy(Options):
         return max(available // fixed, 1) * fixed if auto_degrees(self.degrees()) else fixed
 
     def dims(self, world_size: int, model: Model | None = None, nodes: int = 1) -> Dims:
-        """Derive the degrees for ranks on ``nodes``; an ``auto`` expert degree and those of ``node`` need the ``model``.
+        """Derive the degrees for ranks on ``nodes``; an ``auto`` expert degree and those of ``node`` need ``model``.
 
         Raises:
             ConfigError: The degrees do not multiply to the world size.
@@ -62,10 +62,8 @@ class Strategy(Options):
         wanted = self.degrees()
         for name in [name for name in Dims.order() if wanted[name] == "node"]:
             sizes = sizes_by_node(name, world_size, wanted, nodes)
-            number = {other: degree for other, degree in wanted.items() if isinstance(degree, int)}
-            fits = (
-                size for size in sizes if not model or conflicts.divides(self, model, Dims(**number | {name: size}))
-            )
+            typed = {other: degree for other, degree in wanted.items() if isinstance(degree, int)}
+            fits = (size for size in sizes if not model or conflicts.divides(self, model, Dims(**typed | {name: size})))
             wanted[name] = next(fits, sizes[-1])
         return derive(world_size, wanted, units=units)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from ptdbench.nested import first_tensor
 from ptdbench.optim.groups import DECAYED, in_groups
 from ptdbench.optim.muon import Muon
 from ptdbench.optim.schedules import Schedule
-from ptdbench.parallel import batch, conflicts
+from ptdbench.parallel import batch, conflicts, proof
 from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
@@ -33,7 +34,7 @@ from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.pipeline_stages import StageSplit, imbalance, split_stages, unrepeated
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.problems import ConfigError, ErrorCollector, Problem, first_line, require, under
+from ptdbench.problems import ConfigError, ErrorCollector, Problem, divisors, first_line, require, under
 from ptdbench.setup import choices
 from ptdbench.setup.config import Call, Config
 
@@ -213,7 +214,7 @@ def specify(
     where = found.catch(layout) if strategy else None
     if strategy:
         if model and where:
-            found.catch(lambda: under("parallel", strategy.check, model, where))
+            found.catch(_check_layout, config, strategy, model, where, example())
             found.catch(strategy.check_option, "compile", config.resolved["compile"], where)
             found.catch(strategy.check_option, "offload", config.resolved["offload"], where)
         if data and where:
@@ -323,8 +324,9 @@ def _of_one_number(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _model(config: Config, example: Callable[[], tuple[Any, Tensor]]) -> Model:
     call = config.call("model")
+    options = {name: value for name, value in call.options.items() if name != foreign.PLAN}
     try:
-        choices.check(call, "model")
+        choices.check(replace(call, options=options), "model")
     except ConfigError as error:
         raise _meant_for_another(call, error) from None
     seed = config.resolved["seed"]  # not from config.general, where another option may be wrong
@@ -350,6 +352,22 @@ def _check_data(config: Config, model: Model, data: Data, on_gpu: bool) -> None:
             names = ("data=synthetic_inputs, or " * ("config" in built.options), "samples that are a dict of these")
             remedy = f"try {''.join(names)} by data=custom"
         raise ConfigError([Problem("data", given.name, rule, remedy)]) from None
+
+
+def _check_layout(
+    config: Config, strategy: Strategy, model: Model, layout: BatchPlan, example: tuple[Any, Tensor]
+) -> None:
+    """Refuse a model that cannot be laid out this way, or whose ranks would not compute by its plan what one does."""
+    under("parallel", strategy.check, model, layout)
+    if layout.dims.tensor == 1 or not isinstance(model, foreign.Adapted):
+        return
+    part = model.shortened()
+    if part and failure(part, example):  # it counts its blocks
+        part = copy.deepcopy(model)
+    degree = layout.dims.tensor
+    if part and (difference := proof.prove(part, example, divisors(degree)[1])):
+        rule = f"by the plan of model={config.call('model').name}, ranks do not compute what one does: {difference}"
+        require(Problem("parallel.tensor", degree, rule, "give +model.tp_plan, or try parallel=ddp,fsdp"))
 
 
 def _untreated(config: Config, activations: Activations, model: Model) -> Iterator[Problem]:

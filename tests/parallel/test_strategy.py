@@ -198,7 +198,8 @@ def step_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("options", "available", "ranks"),
-    [({"replicate": "node", "shard": "auto"}, 1, 2), ({"replicate": "auto", "tensor": "node"}, 8, 8), ({}, 8, 1), ({"replicate": "auto"}, 8, 8), ({"shard": "auto"}, 8, 8), ({"replicate": 3, "shard": "auto"}, 8, 6),
+    [({"replicate": "node", "shard": "auto"}, 1, 2), ({"replicate": "auto", "tensor": "node"}, 8, 8),
+     ({}, 8, 1), ({"replicate": "auto"}, 8, 8), ({"shard": "auto"}, 8, 8), ({"replicate": 3, "shard": "auto"}, 8, 6),
      ({"replicate": 3, "shard": "auto"}, 2, 3), ({"replicate": 2, "pipeline": 2}, 8, 4)],
 )  # fmt: skip
 def test_ranks_fit_the_devices(options, available, ranks):
