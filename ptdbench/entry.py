@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ptdbench import search_path
-from ptdbench.launch import forced_exit, local, settings, slurm
+from ptdbench.launch import by_hand, forced_exit, local, settings, slurm
 from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, store
@@ -48,6 +48,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     """Call ``work``, which executes runs, and exit with its status, or with the status of the signal or error."""
     try:
         local.stop_on_signals()
+        by_hand.recognize(os.environ, sys.argv)
         if discover(os.environ) is None:
             settings.defer_sanitizer(os.environ)
         sys.exit(work())

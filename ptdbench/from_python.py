@@ -14,7 +14,7 @@ from types import ModuleType
 from hydra.core.global_hydra import GlobalHydra
 
 from ptdbench import entry
-from ptdbench.launch import local, settings
+from ptdbench.launch import by_hand, local, settings
 from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError
 from ptdbench.records import load, store
@@ -30,8 +30,8 @@ def train(words: Sequence[str]) -> load.Run | load.Runs:
     """Execute ``ptdbench train`` with these words in this process, and return the records.
 
     The output directory and what is printed are the same. A list of values needs no ``-m``. A run that fails is
-    a record, not an exception. In a process that torchrun, srun or mpirun has started, all ranks call this function,
-    and each one takes part.
+    a record, not an exception. In a process that torchrun, srun or mpirun has started, or with ``cluster=env``, all
+    ranks call this function, and each one takes part.
 
     Args:
         words: The words that would follow ``ptdbench train``, such as ``["model=gpt_tiny", "parallel=ddp,fsdp"]``.
@@ -47,11 +47,12 @@ def train(words: Sequence[str]) -> load.Run | load.Runs:
     """
     if isinstance(words, str):
         raise TypeError(f"words must be a list of strings, not a string: try {words.split()}")
-    _check_process()
+    _check_process(words)
     arrived = None
     with _as_program(words):
         followers.begin()
         try:
+            by_hand.recognize(os.environ, words)
             if discover(os.environ) is None:
                 settings.defer_sanitizer(os.environ)
             with local.deferred():  # an interrupted import of torch could not be repeated in this process
@@ -72,9 +73,12 @@ def train(words: Sequence[str]) -> load.Run | load.Runs:
     raise KeyboardInterrupt(str(arrived))
 
 
-def _check_process() -> None:
-    """Raise TrainError if this process cannot handle signals in this thread, or has process groups already."""
-    if threading.current_thread() is not threading.main_thread():
+def _check_process(words: Sequence[str]) -> None:
+    """Raise TrainError if this process cannot handle signals in this thread, or has process groups already.
+
+    Ranks of ``cluster=env`` need no signals: their launcher stops them.
+    """
+    if threading.current_thread() is not threading.main_thread() and "cluster=env" not in words:
         raise TrainError("ptdbench.train must be called from the main thread, the only one that receives Ctrl-C")
     groups = sys.modules.get("torch.distributed")
     if groups and groups.is_available() and groups.is_initialized():

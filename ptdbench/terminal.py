@@ -58,7 +58,7 @@ def command(name: str = "train") -> str:
 
 
 #: The commands of launchers with other names.
-_COMMANDS = {"openmpi": "mpirun", "mpich": "mpirun"}
+_COMMANDS = {"openmpi": "mpirun", "mpich": "mpirun", "env": "PTDBENCH_ENV=1"}
 
 
 def under(launcher: str) -> str:

@@ -12,8 +12,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from ptdbench import __main__ as program
-from ptdbench.launch import slurm
+from ptdbench.launch import by_hand, slurm
 from ptdbench.launch.slurm import Partition
+from ptdbench.launch.world import World, discover
 from ptdbench.parallel.pipeline_schedules import SPLITS_SINCE
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
@@ -79,6 +80,18 @@ def test_the_ci_workflow_shows_what_fails(tmp_path, monkeypatch, capsys):
         program.main()
     flags = {word for word in steps["Compare with the base"]["run"].split() if re.fullmatch(r"--\w.*", word)}
     assert flags <= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+
+
+def test_manifests_start_a_rank_with_its_variables():
+    texts = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "launchers.md").read_text(), re.DOTALL)
+    train_job, _, job = (manifest for text in texts for manifest in yaml.safe_load_all(text))
+    (rank,) = job["spec"]["template"]["spec"]["containers"]
+    environ = {variable["name"]: variable.get("value", "1") for variable in rank["env"]}
+    environ["LOCAL_WORLD_SIZE"] = "1"  # as pods count
+    by_hand.recognize(environ, rank["command"])
+    assert discover(environ) == World(1, 2, 0, 1, "env", nodes=2)
+    for command in (train_job["spec"]["trainer"]["command"], rank["command"]):
+        assert of(" ".join(command[2:]))
 
 
 def of(page_command: str) -> list[list[str]]:

@@ -76,6 +76,15 @@ class TestHello:
         ranks = said_hello(done, tmp_path, 4, "torchrun")
         assert sorted(places(ranks)) == [("n1", 0, 2), ("n1", 1, 2), ("n2", 0, 2), ("n2", 1, 2)]
 
+    def test_variables_of_any_launcher(self, tmp_path, environ):
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        places = [{**environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
+        with ThreadPoolExecutor(2) as ranks:
+            first, second = ranks.map(lambda environ: alone([*TRAIN, *HELLO, "cluster=env"], tmp_path, environ), places)
+        assert (second.returncode, second.stdout) == (0, ""), second.stderr
+        ranks = said_hello(first, tmp_path, 2, "env")
+        assert [(rank["local_rank"], rank["local_size"]) for rank in ranks] == [(0, 2), (1, 2)]
+
     def test_submitit_local_starts_local_ranks(self, tmp_path, environ):
         done = alone([*TRAIN, *HELLO, "hydra/launcher=submitit_local"], tmp_path, environ)
         ranks = said_hello(done, tmp_path, 2, "local")
@@ -169,6 +178,33 @@ class TestSignals:
             return
         assert (record["status"], error["rank"]) == ("failed", 1), error
         assert error["message"].startswith("rank 1 left no report; rank 0 then saw: ")
+
+
+RAY = """
+import ray, ray.train
+from ray.train.torch import TorchTrainer
+
+def work():
+    import ptdbench, torch
+    torch.distributed.destroy_process_group()  # Ray's, at the address that is ours now
+    run = ptdbench.train(["cluster=env", "model=toy", "train.steps=4", "device=cpu", "hydra.run.dir=FOLDER/run"])
+    assert run["status"] == "ok"
+
+ray.init(num_cpus=3, include_dashboard=False)
+scale, place = ray.train.ScalingConfig(num_workers=2), ray.train.RunConfig(storage_path="FOLDER/ray")
+TorchTrainer(work, scaling_config=scale, run_config=place).fit()
+"""
+
+
+@pytest.mark.thorough
+def test_workers_of_ray_train(tmp_path, environ):
+    pytest.importorskip("ray.train", reason="needs Ray: make test-all installs it", exc_type=ImportError)
+    (tmp_path / "program.py").write_text(RAY.replace("FOLDER", str(tmp_path)))
+    of_ray = {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
+    done = call(sys.executable, "program.py", cwd=tmp_path, environ={**environ, **of_ray}, timeout=500)
+    assert done.returncode == 0, done.stderr
+    record = record_of(tmp_path / "run")
+    assert (record["status"], record["launcher"], record["world_size"]) == ("ok", "env", 2)
 
 
 @pytest.mark.thorough

@@ -30,8 +30,11 @@ _FIRST_EPHEMERAL = 32768
 _JOB_IDS = (("SLURM_JOB_ID",), ("LSB_JOBID", "LSB_JOBINDEX"), ("PBS_JOBID",))
 
 
-def listen(host: str, port: int) -> tuple[int, int]:
+def listen(host: str, port: int, on_all: bool = False) -> tuple[int, int]:
     """Listen for the ranks on the address that they will connect to, and on no other; port 0 picks any free port.
+
+    With ``on_all``, listen on all addresses unless that one is for this machine alone: the host of a container may
+    forward the port.
 
     Returns:
         ``(port, descriptor)`` of the listening socket, which the caller owns.
@@ -41,9 +44,9 @@ def listen(host: str, port: int) -> tuple[int, int]:
     """
     family, _, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     address = str(resolved[0])
-    if host not in ("localhost", HERE) and ip_address(address).is_loopback:
+    if host not in ("localhost", HERE) and (on_all or ip_address(address).is_loopback):
         # Debian resolves a machine's own name to 127.0.1.1, which no other machine can reach.
-        family, address = socket.AF_INET, "0.0.0.0"
+        family, address = (family, "::") if family == socket.AF_INET6 and on_all else (socket.AF_INET, "0.0.0.0")
     with socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN) as server:
         return server.getsockname()[1], server.detach()
 

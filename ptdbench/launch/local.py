@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -188,14 +189,19 @@ def start(
 
 
 def _handle(handler: signal._HANDLER) -> dict[int, signal._HANDLER]:
-    """Set the handler of stop signals, except of a SIGHUP ignored as under ``nohup``; return the previous handlers."""
+    """Set the handler of stop signals, except of a SIGHUP ignored as under ``nohup``; return the previous handlers.
+
+    Only the main thread can: in another one, such as a worker's of Ray, signals are its program's.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     return {number: signal.signal(number, handler) for number in _STOP_NUMBERS - ignored}
 
 
 @contextmanager
 def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle all stop signals with ``handler`` within the context; only in the main thread."""
+    """Handle all stop signals with ``handler`` within the context, if this is the main thread."""
     before = _handle(handler)
     try:
         yield
@@ -242,8 +248,7 @@ def die_on_signals() -> None:
 
 def ignore_signals() -> None:
     """From now on, ignore stop signals, so that they do not interrupt what this process still has to write."""
-    for number in _STOP_NUMBERS:
-        signal.signal(number, signal.SIG_IGN)
+    _handle(signal.SIG_IGN)
 
 
 def stop_on_signals() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -18,7 +19,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ptdbench.launch.collect import HostCollectives, through
 from ptdbench.launch.watchdog import FIRST_STEP, JOINED, LEFT
 from ptdbench.launch.world import World, discover, restarts, torchrun_variables
 from ptdbench.problems import ConfigError, Problem
+from ptdbench.terminal import echo
 from ptdbench.virtual.absent import Answers, Present
 
 #: Timeout of collectives, in addition to the watchdog's limit of a step; under torchrun also of the rendezvous.
@@ -42,6 +44,9 @@ ENDLESS = timedelta(days=1)
 #: from one cold file system finish at different times. Beyond this, a peer has probably died or is unreachable, and
 #: whoever pays for the nodes should know soon.
 ARRIVAL = timedelta(minutes=2)
+
+#: Seconds after which ranks that may start minutes apart say that they wait.
+_SOON = 10.0
 
 #: Seconds that rank 0 waits for all ranks to learn that one is refused.
 REFUSAL_SECONDS = 5.0
@@ -78,8 +83,15 @@ def meet(environ: MutableMapping[str, str]) -> dist.Store:
         store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
         return dist.PrefixStore(f"start {restarts(environ)}", store)  # torchrun may serve all restarts with one store
     host, port = address.meeting_point(world, environ)
-    served = _open(world, host, port)
-    _await_all(served, world, f"{host}:{port}", address.launch_id(world, environ))
+    waits = Timer(_SOON, echo, [f"rank {world.rank}: waiting for all {world.size} ranks at {host}:{port}", sys.stderr])
+    waits.daemon = True
+    try:
+        if world.started_by.starts_apart:
+            waits.start()
+        served = _open(world, host, port)
+        _await_all(served, world, f"{host}:{port}", address.launch_id(world, environ))
+    finally:
+        waits.cancel()
     export(world, environ)
     return served
 
@@ -88,6 +100,11 @@ def export(world: World, environ: MutableMapping[str, str]) -> None:
     """Set the variables that torchrun would set, for libraries and users' models; stale values are replaced."""
     if not world.started_by.has_store:
         environ.update(torchrun_variables(world, *address.meeting_point(world, environ)))
+
+
+def _arrival(world: World) -> timedelta:
+    """Return the timeout of the rendezvous."""
+    return 5 * ARRIVAL if world.started_by.starts_apart else ARRIVAL
 
 
 def agree(key: str, world: World, find: Callable[[], str], refused: ConfigError | None = None) -> str:
@@ -242,10 +259,12 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
     forever, and the main thread must handle signals.
     """
     outcome: Future[dist.TCPStore] = Future()
+    arrival, apart = _arrival(world), world.started_by.starts_apart
+    until = time.monotonic() + arrival.total_seconds() - 0.5
 
     def attempt() -> None:
         try:
-            socket.getaddrinfo(host, port)  # torch would retry for minutes, with a poor message
+            _resolve(host, port, until if apart else 0.0)  # torch would retry for minutes, with a poor message
             served = dist.TCPStore(
                 host,
                 port,
@@ -253,7 +272,7 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
                 is_master=world.rank == 0,
                 timeout=PATIENCE,
                 wait_for_workers=False,
-                master_listen_fd=address.listen(host, port)[1] if world.rank == 0 else None,
+                master_listen_fd=address.listen(host, port, apart)[1] if world.rank == 0 else None,
                 multi_tenant=True,  # so that init_process_group("env://") in a third-party model gets its own store
             )
         except Exception as error:
@@ -262,8 +281,8 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
             outcome.set_result(served)
 
     Thread(target=attempt, daemon=True, name="rendezvous").start()
-    if not wait([outcome], ARRIVAL.total_seconds()).done:
-        rule = f"no rank 0 answers at {host}:{port} within {ARRIVAL.seconds} s"
+    if not wait([outcome], arrival.total_seconds()).done:
+        rule = f"no rank 0 answers at {host}:{port} within {arrival.seconds} s"
         raise NotMet([Problem("MASTER_ADDR", host, rule, _REACHABLE)])
     try:
         return outcome.result()
@@ -279,6 +298,18 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
         raise NotMet([Problem("MASTER_PORT", port, rule, _OTHER_PORT)]) from None
 
 
+def _resolve(host: str, port: int, until: float) -> None:
+    """Raise socket.gaierror if a name does not resolve ``until`` then, as that of a container that does not run yet."""
+    while True:
+        try:
+            socket.getaddrinfo(host, port)
+            return
+        except socket.gaierror:
+            if time.monotonic() > until:
+                raise
+        time.sleep(min(1.0, max(until - time.monotonic(), 0.1)))
+
+
 def _await_all(store: dist.TCPStore, world: World, place: str, identity: str) -> None:
     """Wait until every rank has arrived, under the launch's name, as another launch may serve the same port."""
     arrived, complete = f"ptdbench {identity} arrived", f"ptdbench {identity} complete"
@@ -289,10 +320,10 @@ def _await_all(store: dist.TCPStore, world: World, place: str, identity: str) ->
         rule = f"more than {world.size} ranks came to {place}: another launch uses it too"
         raise NotMet([Problem("MASTER_PORT", place.rpartition(":")[2], rule, _OTHER_PORT)])
     try:
-        store.wait([complete], ARRIVAL)
+        store.wait([complete], _arrival(world))
     except dist.DistNetworkError:
         rule = f"rank 0 left {place} before all ranks had arrived"
         raise NotMet([Problem(world.launcher, place, rule, "its own output says why")]) from None
     except dist.DistStoreError:
-        rule = f"{store.add(arrived, 0)} of {world.size} ranks arrived within {ARRIVAL.seconds} s"
+        rule = f"{store.add(arrived, 0)} of {world.size} ranks arrived within {_arrival(world).seconds} s"
         raise NotMet([Problem(world.launcher, place, rule, _REACHABLE)]) from None

@@ -28,8 +28,11 @@ def noting_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
     """Within the context, call ``note`` in a thread with each signal that will raise a ``Stopped``.
 
     Signals with another handler, such as :class:`StopSignal`, are not noted, as they do not stop the rank themselves.
-    Enter this in the main thread.
+    In another than the main thread, which receives none, it does nothing.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     here, there = socket.socketpair()
     there.setblocking(False)
 

@@ -81,6 +81,9 @@ class Launcher:
     #: How long a rank lingers if its failure may be a consequence of another's, so that the launcher sees the culprit
     #: die first, and this rank learns which others were stopped. mpirun sends SIGKILL a second after its SIGTERM.
     linger_seconds: float = 0.5
+    #: Whether nodes may begin minutes apart, and before the name of rank 0's host resolves, as containers do whose
+    #: images are pulled. Rank 0 then listens on all addresses, as the one that others know may be its host's.
+    starts_apart: bool = False
 
     def started(self, environ: Mapping[str, str]) -> bool:
         """Return whether a process with this environment is one of the launcher's ranks."""
@@ -109,9 +112,12 @@ def _is_slurm_shell(environ: Mapping[str, str]) -> bool:
     return of_slurm or ("SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1")
 
 
+#: The variable that makes a process with torch's own variables a rank; ``cluster=env`` sets it.
+BY_HAND = "PTDBENCH_ENV"
+
 #: In order of precedence: torchrun runs inside SLURM steps and under mpirun, and mpirun starts its helpers as a SLURM
-#: step, whose variables the ranks inherit. ``srun --mpi=pmi2`` sets ``PMI_RANK`` as MPICH does, but not
-#: ``MPI_LOCALRANKID``.
+#: step, whose variables the ranks inherit, as workers of Ray do. ``srun --mpi=pmi2`` sets ``PMI_RANK`` as MPICH does,
+#: but not ``MPI_LOCALRANKID``.
 LAUNCHERS: dict[str, Launcher] = {
     "torchrun": Launcher(
         proof=("TORCHELASTIC_RUN_ID",),
@@ -122,6 +128,15 @@ LAUNCHERS: dict[str, Launcher] = {
         nodes="GROUP_WORLD_SIZE",
         has_store=True,
         linger_seconds=2.0,
+    ),
+    "env": Launcher(
+        proof=(BY_HAND,),
+        rank="RANK",
+        size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+        linger_seconds=2.0,
+        starts_apart=True,
     ),
     "openmpi": Launcher(
         proof=("OMPI_COMM_WORLD_RANK",),
@@ -185,7 +200,7 @@ def discover(environ: Mapping[str, str]) -> World | None:
     if all(environ.get(name) for name in _NAMELESS) and _is_several(environ, "WORLD_SIZE"):
         others = _said(environ, _NAMELESS[1:])
         rule = f"with {others} this is one of several ranks, but no launcher has set variables of its own"
-        remedy = f"unset {' '.join(_NAMELESS)} if they are stale, or start the ranks with torchrun"
+        remedy = f"add cluster=env if they are right, or unset {' '.join(_NAMELESS)}"
         raise ConfigError([Problem("RANK", environ["RANK"], rule, remedy)])
     return None
 
@@ -300,19 +315,18 @@ def _local_size(environ: Mapping[str, str], name: str, launcher: Launcher) -> in
 def _number(environ: Mapping[str, str], variable: str, name: str) -> int:
     value = environ.get(variable, "")
     if not value.isdecimal():
-        rule = f"{name} must have set it to a whole number"
+        rule = f"{'the launcher' if name == 'env' else name} must have set it to a whole number"
         raise _refusal(environ, variable, value or "(not set)", rule)
     return int(value)
 
 
 def _refusal(environ: Mapping[str, str], option: str, value: str, rule: str) -> ConfigError:
     """Return the error, with all that the environment says, so that a user can tell which variables are stale."""
-    sources = "".join(
-        f"\n  {name}: {_said(environ, launcher.variables)}"
-        for name, launcher in LAUNCHERS.items()
-        if launcher.started(environ)
-    )
+    started = {name: launcher for name, launcher in LAUNCHERS.items() if launcher.started(environ)}
+    sources = "".join(f"\n  {name}: {_said(environ, launcher.variables)}" for name, launcher in started.items())
     remedy = f"unset the stale variables or use torchrun; the environment says{sources}"
+    if [*started][:1] == ["env"]:
+        remedy = "set it for every rank (0 where a node has one), or omit cluster=env"
     return ConfigError([Problem(option, value, rule, remedy)])
 
 

@@ -114,6 +114,11 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
         require(Problem(LAUNCHER, launcher, rule, remedy))
     if submits and not composed.is_sweep:
         require(Problem("hydra.mode", "RUN", f"cluster={cluster.name} submits jobs, which is a sweep", "omit it"))
+    if cluster.name == "env" and (world is None or world.launcher != "env"):
+        rule, remedy = "every rank looks for this very word", "type it, or set PTDBENCH_ENV=1 for all ranks"
+        if world:
+            rule, remedy = f"is for ranks without another launcher, and {world.launcher} started this one", "omit it"
+        require(Problem("cluster", "env", rule, remedy))
     if world and launcher.startswith("submitit"):
         who = f"rank {world.rank} of {world.size} that {world.launcher} started"
         rule = f"this is {who}, and jobs are submitted by a process of its own"

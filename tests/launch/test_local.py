@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from ptdbench.launch import local
+from ptdbench.launch import local, stop_signal
 from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError
 from tests.conftest import ROOT
@@ -253,3 +254,17 @@ def test_rank_without_server_or_starter_ends_itself(monkeypatch):
         local._die_with_server()
         ended.append(0)
     assert ended == [0, 1, 0, 1, 0]
+
+
+def test_another_thread_leaves_signals_to_its_program():
+    handlers = [signal.getsignal(signal.SIGTERM)]
+
+    def work() -> None:
+        with local.handling(lambda *_: None), stop_signal.noting_stop_signals(lambda _: None):
+            local.ignore_signals()
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == handlers[:1] * 2

@@ -38,9 +38,13 @@ BATCH = {
 
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 
+#: The same variables as torchrun's, with ``cluster=env``.
+ENV = {"PTDBENCH_ENV": "1", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
 #: In the order in which they win.
 ALL = {
     "torchrun": (TORCHRUN, World(5, 8, 1, 4, "torchrun", nodes=2)),
+    "env": (ENV, World(3, 4, 1, 2, "env", nodes=2)),
     "openmpi": (OPEN_MPI, World(3, 4, 1, 2, "openmpi", nodes=2)),
     "mpich": (MPICH, World(3, 6, 0, 3, "mpich", nodes=2)),
     "srun": (SRUN, World(6, 7, 0, 1, "srun", nodes=4)),
@@ -118,6 +122,8 @@ def test_process_without_launcher_is_no_rank(environ):
 def test_missing_variable_is_named(launcher, missing):
     environ = {name: value for name, value in ALL[launcher][0].items() if name != missing}
     told = f"{missing}=(not set): {launcher} must have set it to a whole number; …environment says\n  {launcher}: …"
+    if launcher == "env":
+        told = f"{missing}=(not set): the launcher must have set it …; set it for every rank …, or omit cluster=env"
     assert refused(environ) == Abridged(told)
 
 
@@ -151,7 +157,7 @@ def test_refusals_name_variables_of_launchers_and_ranks_set_by_hand():
     assert "OMPI_COMM_WORLD_SIZE=2" in lines[1]
     assert "SLURM_STEP_TASKS_PER_NODE=2(x3),1" in lines[2]
     names = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"
-    told = f"RANK=1: with WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 …; unset {names} if …, or start … torchrun"
+    told = f"RANK=1: with WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 …; add cluster=env if …, or unset {names}"
     assert refused(BY_HAND) == Abridged(told)
 
 

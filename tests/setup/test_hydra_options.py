@@ -33,6 +33,7 @@ TOLD = {
     "hydra.mode=MULTIRUN hydra/launcher=submitit_local hydra.launcher.timeout_min=5": "hydra.launcher.timeout_min=5: "
     "has no effect with hydra/launcher=submitit_local; omit it",
     "cluster=slurm hydra/launcher=basic": "hydra/launcher=basic: does not go with cluster=slurm; omit it",
+    "cluster=env": "cluster=env: every rank looks for this very word; type it, or set PTDBENCH_ENV=1 for all ranks",
     "hydra.mode=MULTIRUN hydra/launcher=submitit_slurm": "hydra/launcher=submitit_slurm: …; try cluster=slurm, …",
 }
 
@@ -40,6 +41,11 @@ TOLD = {
 @pytest.mark.parametrize("typed", TOLD)
 def test_what_would_do_nothing(typed):
     assert refused(*typed.split()) == Abridged(TOLD[typed])
+
+
+def test_variables_of_a_launcher_beside_torchrun():
+    told = "cluster=env: is for ranks without another launcher, and torchrun started this one; omit it"
+    assert refused("cluster=env", world=World(0, 2, 0, 2, "torchrun")) == told
 
 
 def test_directories_of_runs_and_sweeps_and_defaults_that_are_typed():

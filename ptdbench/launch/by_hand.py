@@ -1,0 +1,38 @@
+"""``cluster=env``: ranks whose launcher sets the variables that torch's ``env://`` reads, and none of its own.
+
+Such variables are as often stale as right, so that they count only if ``cluster=env`` is typed: as a word of the
+command line, because ranks other than 0 compose no configuration.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, MutableMapping
+
+from ptdbench.launch.world import BY_HAND, LAUNCHERS, World, discover
+
+
+def recognize(environ: MutableMapping[str, str], words: Iterable[str]) -> None:
+    """Mark this process as a rank if one of the words is ``cluster=env``; torchrun's own ranks stay torchrun's.
+
+    Raises:
+        ConfigError: A variable is missing or wrong, or the ranks do not find each other.
+    """
+    if "cluster=env" in words:
+        environ[BY_HAND] = "1"
+    row = LAUNCHERS["env"]
+    if not row.started(environ) or environ.get(row.local_size) or LAUNCHERS["torchrun"].started(environ):
+        return
+    environ[row.local_size] = environ.get(row.size, "")  # until they have met
+    world = discover(environ)
+    if world and world.size > 1:
+        environ[row.local_size] = str(_count_neighbors(world))
+
+
+def _count_neighbors(world: World) -> int:
+    """Return the number of ranks with this one's host name."""
+    from ptdbench.launch import rendezvous  # it imports torch
+
+    store, here = rendezvous.store(), socket.gethostname()
+    store.set(f"host {world.rank}", here)
+    return store.multi_get([f"host {rank}" for rank in range(world.size)]).count(here.encode())
