@@ -79,7 +79,6 @@ class Metrics(Struct):
     ceiling_beside_load: bool | None = None
     #: Model FLOP/s of a device over that ceiling; above 1 it should be measured again, by ``workload=matmul``.
     share_of_ceiling: Quantity | None = None
-    ceiling_reason: str | None = None  #: Why there is no ceiling.
     #: Share of the timed steps spent waiting for batches; on a GPU only waits that left the device idle count.
     data_wait_share: Quantity | None = None
     #: Peak memory, maximum over ranks: allocated by torch on the device; on a CPU, of the process.
