@@ -148,10 +148,6 @@ class Phases(Struct):
     #: For each stage, the names of its parts other than repeated layers, such as ``embedding`` and ``head``; null
     #: without a pipeline.
     stage_parts: list[list[str]] | None = None
-    #: How messages between stages are sent. ``edges``: over an NCCL communicator for each pair of ranks and direction
-    #: (torch 2.15 on). ``directions``: over one for activations and one for gradients (2.14). ``one``: over a single
-    #: one, in call order. ``messages``: each independently, over gloo. Null without a pipeline.
-    stage_links: str | None = None
 
 
 class Memory(Struct):

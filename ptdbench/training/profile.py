@@ -61,7 +61,6 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[s
     breakdown.stages = traces.stages(job)
     breakdown.bubble_formula = _bubble(job)
     breakdown.stage_parts = parts
-    breakdown.stage_links = loop.engine.links
     return breakdown
 
 
