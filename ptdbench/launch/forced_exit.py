@@ -12,18 +12,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 
 #: Seconds that threads and exit handlers have.
 SECONDS = 5.0
-
-_listeners: list[Callable[[str], None]] = []
-
-
-def on_forced_exit(listener: Callable[[str], None]) -> None:
-    """Register the function to call with the reason if this process has to be forced to exit."""
-    _listeners[:] = [listener]
 
 
 def exit_soon() -> None:
@@ -58,9 +50,6 @@ def _leave(status: int) -> None:
         threads = ", ".join(name for name in living if name != threading.main_thread().name)
         kept = f"these threads were still running: {threads}" if threads else "its exit handlers did not return"
         message = f"process {os.getpid()} was ended {SECONDS:g} s after its work was done: {kept}"
-        for listener in _listeners:
-            with suppress(OSError):
-                listener(message)
         _flush()
         with suppress(OSError, ValueError):
             print(message, file=sys.stderr, flush=True)

@@ -390,15 +390,12 @@ class Remarks(Struct, omit_defaults=True):
     check: str | None = None  #: What the check before the run (``check=true``) found unsound.
     #: How uneven the stages of a pipeline are, if the largest costs over 1.25 times the mean.
     pipeline: str | None = None
-    #: How a pipeline's stages were found: by the model's ``parts()``, or by following its ``forward``.
-    stages_by: str | None = None
     kernels: str | None = None  #: What of ours was used with ``kernels=torch``.
     cut_short: str | None = None  #: Why there were fewer steps than requested.
     #: The step and the checkpoint from which the run resumed, and how its ranks or its layout changed since then.
     resumed: str | None = None
     #: Checkpoints that were skipped or could not be written, and steps whose numbers are lost.
     checkpoints: list[str] | None = None
-    leaving: list[str] | None = None  #: Ranks that had to be forced to exit after their work was done.
 
 
 class Owner(Struct):

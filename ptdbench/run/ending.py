@@ -170,17 +170,6 @@ def _silent(world: World, attempt: Attempt) -> list[int]:
     return sorted(set(range(world.size)) - failure.reporters(attempt.failures))
 
 
-def remark(attempt: Attempt, rank: int, message: str) -> None:
-    """Note in the record that a rank had to be forced to exit after its work was done, and why."""
-
-    def add(written: dict[str, Any]) -> dict[str, Any]:
-        known = written["remarks"] or {}
-        noted = [*known.get("leaving", []), f"rank {rank}: {message}"]
-        return {**written, "remarks": {**known, "leaving": noted}}
-
-    attempt.amend(add)
-
-
 def watchdog(read: config.Config, world: World, run_store: dist.Store, attempt: Attempt) -> Watchdog:
     """Return a watchdog that ends the run if a rank is stuck, and records which rank it was."""
 

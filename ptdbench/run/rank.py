@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from ptdbench.job import Job, Workload
-from ptdbench.launch import crash, devices, forced_exit, local, peers, rendezvous
+from ptdbench.launch import crash, devices, local, peers, rendezvous
 from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World
 from ptdbench.measure import hardware, memory
@@ -69,7 +69,6 @@ def take_part(world: World, attempt: Attempt, watch: Stopwatch, heading: Heading
     Raises:
         SystemExit: The run failed here; the reason is in the run's directory.
     """
-    forced_exit.on_forced_exit(partial(ending.remark, attempt, world.rank))
     with crash.kept(failure.crash_file(attempt.failures, world.rank)):
         try:
             with ending.witness(world, attempt), Display(heading if world.is_first else None) as display:

@@ -16,7 +16,7 @@ from ptdbench.data import own
 from ptdbench.data.protocol import Data
 from ptdbench.models import foreign
 from ptdbench.models.experts import Experts
-from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, members, module_of, runner
+from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, members, module_of
 from ptdbench.models.state import Modes
 from ptdbench.models.trial import failure, observe
 from ptdbench.nested import first_tensor
@@ -123,12 +123,6 @@ class TrainingSpec:
     def imbalance(self) -> str | None:
         """Say which stages of a pipeline have too much of the model, if any, before :meth:`engine`."""
         return imbalance(self.model, where) if (where := self._split()) else None
-
-    def stages_by(self) -> str | None:
-        """Say how the stages of a pipeline are found; ``None`` without one."""
-        if (split := self._split()) is None:
-            return None
-        return "forward" if runner(self.model, split.stages[0]) else "parts()"
 
     def _split(self) -> StageSplit | None:
         dims = self.layout.dims

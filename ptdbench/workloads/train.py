@@ -74,7 +74,7 @@ class _Training:
     def __init__(self, job: Job) -> None:
         self._job = job
         spec = job.training
-        self._remarks = Remarks(pipeline=spec.imbalance(), stages_by=spec.stages_by(), kernels=spec.stand_ins())
+        self._remarks = Remarks(pipeline=spec.imbalance(), kernels=spec.stand_ins())
         if self._remarks.pipeline and job.world.is_first:
             job.note(Results(remarks=self._remarks))  # also if the run fails, by lack of memory for example
         self.loop = loop = assemble(job)
