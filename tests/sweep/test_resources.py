@@ -282,7 +282,6 @@ class TestRealSlurm:
             *((options, said) for options, said in (
                 ({"nodes": 3}, "Requested node configuration is not available"),
                 ({"gpus_per_node": 4}, "Requested node configuration is not available"),
-                ({"partition": "short"}, "Requested time limit is invalid"),
                 ({"ranks_per_node": 4, "gpus_per_node": 0, "cpus_per_rank": 2},
                  "Requested node configuration is not available"),
             )),
