@@ -95,6 +95,8 @@ ZOO = Zoo.load("zoo")
 
 def main() -> int:
     """Fill the matrix; 1 if a cell is wrong."""
+    import timm  # noqa: F401 - not to refuse what is not installed
+
     given = options(
         __doc__, "make zoo", rows=((*ZOO.rows,), "some of them", ZOO.rows), columns=((), "some of them", ZOO.columns),
         all=(False, "all columns of each row"), resume=(False, "keep the cells that have been run, and were not wrong"),
@@ -112,13 +114,15 @@ def main() -> int:
 def fill(cells: Sequence[Cell]) -> None:
     """Fill cells, all in the same ranks until one dies."""
     alone = {row: read(*ZOO.words(row, "single")) for row, _ in cells}
-    references = on_ranks(next(iter(alone.values())), _numbers, alone) if alone else {}
+    references = on_ranks(read("parallel=single", "device=cpu"), _numbers, alone) if alone else {}
     left = {cell: read(*ZOO.words(*cell)) for cell in cells}
     with TemporaryDirectory() as directory:
         path = Path(directory, "cell")
         while left:
             try:
-                return on_ranks(next(iter(left.values())), _fill, left, references, path)
+                return on_ranks(
+                    read("parallel=ddp", "device=cpu", "cluster.ranks_per_node=2"), _fill, left, references, path
+                )
             except local.RankDied:
                 row, column, said = json.loads(path.read_text())
                 ZOO.tell(row, column, said)

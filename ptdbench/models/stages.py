@@ -46,6 +46,14 @@ class NoStages(Exception):
         self.remedy = remedy
 
 
+class _Outside(NoStages):
+    """A weight of a unit is used outside it."""
+
+    def __init__(self, weight: str) -> None:
+        super().__init__(f"it uses {weight} outside the module that owns it")
+        self.weight = weight
+
+
 class _Slot(nn.Module):
     """Stands in for a module, with its attributes, which the surrounding code may read."""
 
@@ -67,9 +75,11 @@ class Shell:
     Args:
         module: The module.
         units: The names of its units.
+        loose: The names of weights outside them.
     """
 
-    def __init__(self, module: nn.Module, units: Iterable[str]) -> None:
+    def __init__(self, module: nn.Module, units: Iterable[str], loose: Iterable[str]) -> None:
+        self._loose = loose
         self._units = {name: module.get_submodule(name) for name in units}
         self._names = {unit: name for name, unit in self._units.items()}  # one may be registered twice
         self._copied: list[tuple[nn.Module, nn.Module, str]] = []  #: Copies, originals, and their names.
@@ -108,7 +118,7 @@ class Shell:
     def _rebuilt(self, module: nn.Module, prefix: str) -> nn.Module:
         if module in self._names:
             return _Slot(module, partial(self._call, self._names[module]))
-        if not any(unit.startswith(prefix) for unit in self._units) and prefix:
+        if not any(name.startswith(prefix) for name in (*self._units, *self._loose)):
             if next(module.buffers(), None) is None:
                 return module
             self._moved.append(module)
@@ -149,7 +159,21 @@ class Stages:
 
     def __init__(self, module: nn.Module, layers: Sequence[nn.Module], run: Run, example: tuple[Any, Tensor]) -> None:
         _unshare(module)
-        self._units, self._loose = _units(module, layers)
+        opened, reasons = list[nn.Module](), list[NoStages]()
+        while True:
+            self._units, self._loose = _units(module, layers, opened)
+            try:
+                self._follow(module, run, example)
+                break
+            except NoStages as reason:
+                reasons.append(reason)
+                owner = module.get_submodule(getattr(reason, "weight", "").rpartition(".")[0])
+                if owner in (module, *layers, *opened) or [*owner.children()]:
+                    raise reasons[0] from None
+                opened.append(owner)  # a table that code around it reads, for one
+
+    def _follow(self, module: nn.Module, run: Run, example: tuple[Any, Tensor]) -> None:
+        """Record the forward of the module, and divide it."""
         reasons: list[Exception] = []
         for fakes in (True, False):  # code that reads values does not run without
             try:
@@ -179,7 +203,7 @@ class Stages:
 
     def shell(self, module: nn.Module) -> Shell:
         """Return the module with slots."""
-        return Shell(module, self._units)
+        return Shell(module, self._units, self._loose)
 
     def weights(self, module: nn.Module, places: range, holder: nn.Module, prefix: str) -> dict[str, Tensor]:
         """Return weights outside units by name; of other pieces, tensors of their shapes."""
@@ -222,7 +246,7 @@ class Stages:
             raise NoStages("it calls its submodules in another order in training")
         owned = {*self._units, *self._loose}
         if outside := next((name for group in names for name in group if name not in owned), None):
-            raise NoStages(f"it uses {outside} outside the module that owns it")
+            raise _Outside(outside)
         last = {name: place for place, group in enumerate(names) for name in group}
         self._pieces: list[list[str]] = [[]]
         self._starts: dict[bool, list[int]] = {mode: [0] for mode in weighted}
@@ -358,17 +382,17 @@ def _weighted(tape: Tape) -> list[tuple[int, list[str]]]:
     return [(number, names) for number, names in pairs if names]
 
 
-def _units(module: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[str], list[str]]:
+def _units(module: nn.Module, layers: Sequence[nn.Module], opened: Sequence[nn.Module]) -> tuple[list[str], list[str]]:
     """Return the names of units, which are layers and the outermost other modules with weights of their own.
 
-    And the names of weights that modules around layers own.
+    And the names of weights that modules around layers own, or ``opened`` ones.
     """
     of_layers, units, loose = set(layers), list[str](), list[str]()
     names = {part: name for name, part in module.named_modules()}
     for part, name in names.items():
         if any(f"{name}.".startswith(f"{unit}.") for unit in units):
             continue
-        within = any(inner in of_layers for inner in part.modules() if inner is not part) or not name
+        within = any(inner in of_layers for inner in part.modules() if inner is not part) or not name or part in opened
         own = [f"{name}.{weight}".removeprefix(".") for weight, _ in part.named_parameters(recurse=False)]
         if part in of_layers or (own and not within):
             units.append(name)

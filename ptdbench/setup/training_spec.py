@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -346,7 +346,8 @@ def _of_one_number(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _model(config: Config, example: Callable[[], tuple[Any, Tensor]]) -> Model:
     call = config.call("model")
     try:
-        choices.check(call, "model")
+        options = {name: value for name, value in call.options.items() if name != "criterion"}  # see foreign.build
+        choices.check(replace(call, options=options), "model", "criterion")
     except ConfigError as error:
         raise _meant_for_another(call, error) from None
     seed = config.resolved["seed"]  # not from config.general, where another option may be wrong
