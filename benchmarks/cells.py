@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import yaml
 
 from benchmarks import tables
@@ -115,15 +116,11 @@ class Matrix:
 
     def stored(self) -> dict[str, dict[str, str]]:
         """Return what cells of this torch have been found to be, by row and column."""
-        import torch
-
         stored = json.loads((ROOT / self.result).read_text()) if (ROOT / self.result).exists() else {}
         return stored["cells"] if stored.get("torch") == torch.__version__ else {}
 
     def tell(self, row: str, column: str, said: str, *, is_kept: bool = True) -> None:
         """Print what is said of a cell; if it ``is_kept``, store it and show it on the page."""
-        import torch
-
         print(f"  {row:<24} {column:<20} {said}", flush=True)
         if is_kept:
             cells, page = self.stored(), ROOT / self.page
