@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -39,11 +38,6 @@ class Evaluator:
         self._classifies = has_classes and not only_loss(model)
         # The loss as a function of the outputs, which accuracy needs; otherwise the loss takes a second forward pass.
         self._loss = loss_of_outputs(model) if self._classifies else None
-
-    @property
-    def best(self) -> Evaluation | None:
-        """The best evaluation so far; of equal ones the earliest."""
-        return reduce(lambda best, other: other if other.better_than(best) else best, self.done) if self.done else None
 
     def due(self, at_end: bool = False) -> bool:
         """Return whether an evaluation is due: every ``eval.every`` steps and after the last step."""
