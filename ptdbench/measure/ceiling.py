@@ -27,7 +27,6 @@ from ptdbench.measure.hardware import environment
 from ptdbench.measure.products import ProductShape
 from ptdbench.measure.results import Ceiling, Copy, Key, Matmul, OtherLoad, Product, RankProducts
 from ptdbench.peaks import dense_peak
-from ptdbench.terminal import command
 from ptdbench.units import flops_text
 from ptdbench.virtual.machine import is_virtual
 
@@ -109,25 +108,6 @@ def measure(
     )
     load, ranks = watch.stop(), gather(_OfRank(rates, keys, node(os.environ)))
     return Matmul([of_rank.rates for of_rank in ranks], _ceilings(ranks, load), load)
-
-
-def known_ceiling(
-    world: World, device: torch.device, dtype: str, cpus_per_rank: int | str
-) -> tuple[Measured | None, str | None]:
-    """Return the ceiling of rank 0's device from an earlier run of ``workload=matmul``.
-
-    ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured; the reason suggests a
-    command, with the option ``cpus_per_rank``.
-    """
-    key = key_of(environment(device.type), device, dtype)
-    if ceiling := look_up(key):
-        return ceiling, None
-    words = [f"{command()} workload=matmul"]
-    if device.type == "cpu":  # the threads of a rank depend on the number of ranks on the node
-        words.append(f"cluster.ranks_per_node={world.local_size}")
-        words += [] if cpus_per_rank == "auto" else [f"cluster.cpus_per_rank={cpus_per_rank}"]
-    words += [] if dtype in AUTO_DTYPES[device.type] else [f"workload.dtypes=[{dtype}]"]
-    return None, f"no ceiling on record for {key}; try {' '.join(words)}"
 
 
 def _product(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from ptdbench.launch.world import Peer
-from ptdbench.terminal import plural, rank_names
+from ptdbench.terminal import rank_names
 
 #: Bounded numbers: beyond these limits, derived figures would overflow.
 Whole = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
@@ -73,12 +73,6 @@ class Key(Struct, frozen=True):
     torch: str  #: Version of PyTorch.
     dtype: str  #: Arithmetic of the products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
     threads: int | None  #: Threads of a rank; null for a GPU.
-
-    def __str__(self) -> str:
-        parts = [self.device, self.driver and f"driver {self.driver}", f"torch {self.torch}", self.dtype]
-        if self.threads is not None:
-            parts.append(plural(self.threads, "thread"))
-        return ", ".join(part for part in parts if part)
 
 
 class Ceiling(Key, frozen=True):

@@ -126,7 +126,6 @@ class Sliced(Engine):
         self.parts = inner.parts
         self.owns_loss = inner.owns_loss and mesh.get_local_rank() == 0
         self.rehearsals = inner.rehearsals
-        self.links = inner.links
         self._inner = inner
         self._mesh = mesh
         self._positions = positions_of(mesh, method)

@@ -60,7 +60,6 @@ class Engine(ABC):
     rehearsals: int
     modes: Modes  #: Switches between the modes of training, which it begins in, and of evaluation.
     written: Sequence[str] = ()  #: Names of weights that a forward pass changes in place, for :meth:`rehearse`.
-    links: str | None = None  #: The kind of links between stages, see ``pipeline_engine.open_links``.
 
     @abstractmethod
     def gradients(self, inputs: Any, targets: Tensor, scale: Scale) -> Tensor:

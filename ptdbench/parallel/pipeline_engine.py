@@ -133,37 +133,30 @@ def _through(model: Model, names: Sequence[str], inputs: Any) -> tuple[Tensor, .
     return sent  # type: ignore[no-any-return]
 
 
-#: torch's options, by what gets its own communicator: each pair of ranks and direction (since 2.15), or each direction
-#: (2.14).
-_OPTIONS = {"edges": "pipeline_per_edge_p2p", "directions": "pipeline_per_direction_p2p"}
+#: torch's options for communicators of each pair of ranks and direction (since 2.15), or of each direction (2.14).
+_OPTIONS = ("pipeline_per_edge_p2p", "pipeline_per_direction_p2p")
 
 
-def open_links(group: dist.ProcessGroup, device: torch.device) -> str:
+def open_links(group: dist.ProcessGroup, device: torch.device) -> None:
     """Let torch open separate communicators, so that messages in one direction do not wait for the other.
 
     NCCL runs the operations of one communicator in the order of its calls. Activations and gradients on one link would
     be serialized, and may deadlock under schedules with several stages per rank (``torch.distributed.config``). Call
     this before stages are created, as they open the communicators.
-
-    Returns:
-        The kind of links, for the record: ``messages``, independent ones, as under gloo; ``edges`` or ``directions``,
-        a communicator each; or, with NCCL under torch before 2.14, ``one``.
     """
     if device.type != "cuda" or "nccl" not in dist.get_backend_config(group):
-        return "messages"
+        return
     from torch.distributed import config
 
-    links = next((name for name, option in _OPTIONS.items() if hasattr(config, option)), "one")
-    if links in _OPTIONS:
-        setattr(config, _OPTIONS[links], True)
-    if links == "directions" and not collect.all_ranks_present():
+    if option := next((name for name in _OPTIONS if hasattr(config, name)), None):
+        setattr(config, option, True)
+    if option == _OPTIONS[1] and not collect.all_ranks_present():
         from torch.distributed.pipelining.stage import _PP_DIRECTION_GROUP_CACHE
 
         # torch would split the group, which needs all of its ranks.
         ranks = dist.get_process_group_ranks(group)
         groups: Any = (dist.new_group(ranks), dist.new_group(ranks))
         _PP_DIRECTION_GROUP_CACHE[group] = groups
-    return links
 
 
 #: The dtypes that a stage may send, encoded by their index.
@@ -202,7 +195,7 @@ class Pipelined(Engine):
         self._dtype = DTYPES[setting.precision]
         self._autocasts = options.autocasts(layout.dims, setting.kernels, self._dtype)
         self._sequence = layout.dims.tensor if options.sequence else 1  #: Ranks that share the positions of a message.
-        self.links = open_links(group, device)
+        open_links(group, device)
         kind = _LinkedStage if self._whole is None else LoneStage
         self._stages = {
             number: kind(part.module, number, len(divided.stages), device, group=group)

@@ -85,8 +85,7 @@ class Seen:
 class Usage(NamedTuple):
     """The memory in use on one rank after a change."""
 
-    time: int  #: In nanoseconds since the epoch.
-    moment: str  #: The part of the step at that time.
+    moment: str  #: The part of the step.
     bytes: Mapping[str, int]  #: By kind, in the order of :data:`KINDS`.
 
     @property
@@ -187,11 +186,11 @@ def usage(seen: Seen, state: Mapping[int, tuple[str, int]]) -> list[Usage]:
     first = next((change for change in seen.changes if change.time >= seen.begin), None)
     if seen.all_counted and first:  # the purpose of the other memory allocated when the step began is unknown
         present["other"] += max(0, first.allocated - first.bytes - sum(present.values()))
-    usages = [Usage(seen.begin, "data", dict(present))]
+    usages = [Usage("data", dict(present))]
     moment_at = {change.time: change.around.moment for change in seen.changes}
     for time, block, sign in edges:
         present[block.kind] += sign * block.bytes
-        usages.append(Usage(int(time), moment_at[int(time)], dict(present)))
+        usages.append(Usage(moment_at[int(time)], dict(present)))
     return usages
 
 

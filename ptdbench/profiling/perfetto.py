@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from typing import Any
 #: An event of Chrome's format.
 Event = dict[str, Any]
 
-#: The traces of all ranks in the directory of a run: of the profiled steps, and of memory.
-NAME, MEMORY = "trace.json.gz", "memory.json.gz"
+#: The trace of all ranks in the directory of a run.
+NAME = "trace.json.gz"
 
 #: Events that are in flight while the thread that started them continues.
 _MESSAGES = ("gloo:send", "gloo:recv")
@@ -29,20 +28,9 @@ _ARROWS = 2**40
 PROCESSES = 100
 
 
-def compress(
-    trace: Path, path: Path, facts: Mapping[str, object], memory: Iterable[tuple[int, Mapping[str, int]]] | None = None
-) -> None:
-    """Write the profiler's trace of one rank compressed, with ``facts`` that tell ranks apart.
-
-    ``memory``: bytes by purpose at times in nanoseconds since the epoch, in place of the profiler's allocations.
-    """
+def compress(trace: Path, path: Path, facts: Mapping[str, object]) -> None:
+    """Write the profiler's trace of one rank compressed, with ``facts`` that tell ranks apart."""
     written = json.loads(trace.read_bytes(), strict=False)
-    if memory is not None:
-        base = written.get("baseTimeNanoseconds", 0)
-        events = [event for event in written["traceEvents"] if event.get("name") != "[memory]"]
-        counter = {"ph": "C", "name": "memory", "pid": os.getpid(), "tid": 0}
-        events += [{**counter, "ts": (time - base) / 1e3, "args": dict(amounts)} for time, amounts in memory]
-        written["traceEvents"] = events
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=4) as file:
         json.dump({"distributedInfo": facts, **written}, file)
 

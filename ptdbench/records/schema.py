@@ -79,7 +79,6 @@ class Metrics(Struct):
     ceiling_beside_load: bool | None = None
     #: Model FLOP/s of a device over that ceiling; above 1 it should be measured again, by ``workload=matmul``.
     share_of_ceiling: Quantity | None = None
-    ceiling_reason: str | None = None  #: Why there is no ceiling.
     #: Share of the timed steps spent waiting for batches; on a GPU only waits that left the device idle count.
     data_wait_share: Quantity | None = None
     #: Peak memory, maximum over ranks: allocated by torch on the device; on a CPU, of the process.
@@ -149,10 +148,6 @@ class Phases(Struct):
     #: For each stage, the names of its parts other than repeated layers, such as ``embedding`` and ``head``; null
     #: without a pipeline.
     stage_parts: list[list[str]] | None = None
-    #: How messages between stages are sent. ``edges``: over an NCCL communicator for each pair of ranks and direction
-    #: (torch 2.15 on). ``directions``: over one for activations and one for gradients (2.14). ``one``: over a single
-    #: one, in call order. ``messages``: each independently, over gloo. Null without a pipeline.
-    stage_links: str | None = None
 
 
 class Memory(Struct):

@@ -82,11 +82,10 @@ def closing_lines(directory: Path, records: Sequence[RunRecord] = ()) -> str:
         lines.append(f"memory       {command('explain')} {shown}")
     if of_sweep:
         lines.append(f"report       {command('report')} {shown}")
-    for title, name in (("trace", perfetto.NAME), ("memory", perfetto.MEMORY)):
-        if traces := [*directory.rglob(name)]:
-            folder = "/".join([shown, *("*" for _ in traces[0].relative_to(directory).parts[1:])])
-            size = size_text(sum(path.stat().st_size for path in traces))
-            lines.append(f"{title:12} {folder}/{name} ({size})\n{'':12} (open it at https://ui.perfetto.dev)")
+    if traces := [*directory.rglob(perfetto.NAME)]:
+        folder = "/".join([shown, *("*" for _ in traces[0].relative_to(directory).parts[1:])])
+        size = size_text(sum(path.stat().st_size for path in traces))
+        lines.append(f"trace        {folder}/{perfetto.NAME} ({size})\n{'':12} (open it at https://ui.perfetto.dev)")
     if any(directory.rglob("events.*")):
         lines.append(f"TensorBoard  tensorboard --logdir {shown}")
         if of_sweep:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +14,15 @@ from torch.autograd.profiler import record_function
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import plain_tensors
-from ptdbench.profiling import allocations, perfetto
+from ptdbench.profiling import allocations
 from ptdbench.profiling.allocations import Usage
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records.schema import Memory
 from ptdbench.terminal import echo
-from ptdbench.training import profile, traces, virtual_account
+from ptdbench.training import profile, virtual_account
 from ptdbench.training.loop import StepLoop
 
-#: The folder in a run's directory with one file of memory per rank, with ``profile.trace``.
+#: The folder in a run's directory with a snapshot of each rank's GPU memory, with ``profile.trace``.
 FOLDER = "memory"
 
 #: Maximum number of allocations in a snapshot of a GPU's memory.
@@ -34,9 +32,9 @@ _ENTRIES = 200_000
 def split(job: Job, loop: StepLoop) -> Memory | None:
     """Split the memory of a step by purpose, at the end of a run; called in all ranks. ``None`` except on rank 0."""
     state: dict[int, tuple[str, int]] = {}
-    keep = job.spec.config.profile.trace
+    keeps = job.spec.config.profile.trace and job.device.type == "cuda"
     with job.display.during("profiling memory"):
-        with _snapshot(job) if keep and job.device.type == "cuda" else nullcontext():
+        with _snapshot(job) if keeps else nullcontext():
             taken = profile.run(job, loop, 1, memory=True, between=partial(_note, state, loop, job.device.type))
         with job.watchdog.paused():
             usage = _usage(taken, state, job.device.type)
@@ -44,9 +42,6 @@ def split(job: Job, loop: StepLoop) -> Memory | None:
                 return Memory(reason=reason)
             assert not isinstance(usage, str)
             of_ranks: list[Usage] = gather(max(usage, key=lambda moment: moment.total))
-            if keep:
-                ahead = traces.clock_ahead(job.world.rank, job.device)
-                traces.keep(job, FOLDER, partial(_write, job, taken, usage), ahead, perfetto.MEMORY)
     if not job.world.is_first:
         return None
     peaks = [of_ranks[rank] for rank in virtual_account.present(job)]
@@ -87,13 +82,6 @@ def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
             for value in (values.values() if isinstance(values, Mapping) else ())
         ],
     }
-
-
-def _write(job: Job, taken: Any, usage: list[Usage], path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
-        taken.export_chrome_trace(str(Path(scratch) / "trace.json"))
-        memory = ((moment.time, moment.bytes) for moment in usage)
-        perfetto.compress(Path(scratch) / "trace.json", path, traces.facts(job), memory)
 
 
 @contextmanager

@@ -15,16 +15,14 @@ from msgspec import to_builtins
 from ptdbench.grouping import grouped
 from ptdbench.job import Job, Results
 from ptdbench.launch.collect import gather
-from ptdbench.measure.ceiling import Measured, known_ceiling
+from ptdbench.measure.ceiling import Measured, key_of, look_up
+from ptdbench.measure.hardware import environment
 from ptdbench.measure.timing import summary, warmup_ends
 from ptdbench.parallel import precision
 from ptdbench.peaks import dense_peak
 from ptdbench.records import series
 from ptdbench.records.schema import Experts, Metrics, Segment
 from ptdbench.training.loop import StepLoop
-
-#: The rate of matrix products on a device, or ``None`` and the reason.
-Ceiling = tuple[Measured | None, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,7 @@ class Measurement:
     earlier_seconds: Sequence[float] = ()  #: Seconds of steps of earlier starts of this run, without their warm-up.
     #: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
     wait_seconds: Sequence[float] = ()
-    ceiling: Ceiling = (None, "no ceiling was looked up")  #: The ceiling in ``dtype``.
+    ceiling: Measured | None = None  #: The ceiling in ``dtype``, if it is known.
     #: The part of ``flops_per_sample`` that causal attention masks; ``None`` if unknown.
     masked_flops_per_sample: float | None = None
 
@@ -73,11 +71,10 @@ def metrics(measured: Measurement) -> Metrics:
         model_flops_per_second=flops_per_second,
         mfu=mfu,
         mfu_reason=mfu_reason,
-        ceiling_reason=measured.ceiling[1],
         data_wait_share=sum(waited) / sum(last_start) if waited and last_start else None,
         mfu_causal=_mfu(measured, causal)[0],
     )
-    if ceiling := measured.ceiling[0]:  # measured on this device
+    if ceiling := measured.ceiling:
         figures.ceiling_flops_per_second = ceiling.flops_per_second
         figures.ceiling_beside_load = ceiling.beside_load
         figures.share_of_ceiling = _times(rate, 1 / ceiling.flops_per_second)
@@ -98,19 +95,14 @@ def _mfu(measured: Measurement, rate: float | None) -> tuple[float | None, str |
     return (None, reason) if peak is None else (rate / peak, None)
 
 
-def ceiling_of_run(job: Job) -> Ceiling:
-    """Return the rate of matrix products in the run's arithmetic on this device; see :func:`known_ceiling`."""
-    dtype = dtype_of(job)
-    if job.spec.virtual:
-        return None, "virtual GPUs have none"
-    if dtype == "fp8":
-        return None, "workload=matmul does not measure fp8 products"
-    if job.device.type == "cuda" and (name := device_name(job)) != torch.cuda.get_device_name(job.device):
-        return None, f"the ranks have different GPUs: {name}"
-    return known_ceiling(job.world, job.device, dtype, job.spec.config.cluster.cpus_per_rank)
+def ceiling_of_run(job: Job) -> Measured | None:
+    """Return what ``workload=matmul`` has measured in the run's arithmetic on exactly this device, if it has."""
+    if job.device.type == "cuda" and device_name(job) != torch.cuda.get_device_name(job.device):
+        return None  # the ranks have different GPUs
+    return look_up(key_of(environment(job.device.type), job.device, dtype_of(job)))
 
 
-def figures(job: Job, path: Path, segments: Sequence[Segment], ceiling: Ceiling) -> Results:
+def figures(job: Job, path: Path, segments: Sequence[Segment], ceiling: Measured | None) -> Results:
     """Compute the results, without memory, of the steps so far, read from the series file at ``path``.
 
     ``segments``: the run's starts, whose ``warmup_steps`` are set.

@@ -31,9 +31,6 @@ from ptdbench.records.schema import Communication, Metrics, Phases
 from ptdbench.training import traces
 from ptdbench.training.loop import StepLoop
 
-#: The folder in a run's directory with a trace per rank, with ``profile.trace``.
-TRACES = "trace"
-
 #: Maximum seconds for the steps of the pass; at least one step is run.
 MOST_SECONDS = 60.0
 
@@ -52,9 +49,7 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[s
             read = _read(taken, path, job.device.type)
             ahead = traces.clock_ahead(job.world.rank, job.device)
             if job.spec.config.profile.trace:  # even if no phases can be read from it
-                traces.keep(
-                    job, TRACES, lambda to: perfetto.compress(path, to, traces.facts(job)), ahead, perfetto.NAME
-                )
+                traces.keep(job, lambda to: perfetto.compress(path, to, traces.facts(job)), ahead)
             if reason := reason_of_any(read):
                 return Phases(steps=0, reason=reason)
             assert isinstance(read, trace.Trace)
@@ -66,7 +61,6 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[s
     breakdown.stages = traces.stages(job)
     breakdown.bubble_formula = _bubble(job)
     breakdown.stage_parts = parts
-    breakdown.stage_links = loop.engine.links
     return breakdown
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from msgspec import convert
 from ptdbench.job import Job, Results
 from ptdbench.launch.collect import barrier, gather, most, total
 from ptdbench.measure import memory
+from ptdbench.measure.ceiling import Measured
 from ptdbench.records import record, series, store
 from ptdbench.records.schema import Evaluation, Segment, SegmentLayout
 from ptdbench.report.loggers import Log, TensorBoard
 from ptdbench.setup import choices
 from ptdbench.terminal import echo
 from ptdbench.training.loop import StepLoop
-from ptdbench.training.metrics import Ceiling, ceiling_of_run, figures
+from ptdbench.training.metrics import ceiling_of_run, figures
 
 #: The series are drained and shown about once per ``DRAIN_SECONDS``, and at least once per ``DRAIN_EVERY`` steps.
 DRAIN_SECONDS, DRAIN_EVERY = 10.0, 1000
@@ -51,7 +53,6 @@ class Recorder:
         self._unwritten: list[np.ndarray] = []
         self._unshown: list[np.ndarray] = []
         self._shown_evaluations = 0
-        self._ceiling: Ceiling | None = None
         self._next = 1
         self._seconds_per_step = 0.0
         self._drained_at = self._next_figures_at = time.perf_counter()
@@ -150,7 +151,6 @@ class Recorder:
         if not self._job.world.is_first or self._unwritten or (if_quick and started < self._next_figures_at):
             return Results()
         with self._job.watchdog.paused():
-            self._ceiling = self._ceiling or ceiling_of_run(self._job)
             results = figures(self._job, self.path, segments, self._ceiling)
         if measured := results.metrics:
             measured.peak_memory_bytes, measured.peak_reserved_bytes = allocated, reserved or None
@@ -159,6 +159,10 @@ class Recorder:
         took = time.perf_counter() - started
         self._next_figures_at = started + (took / _SHARE if self._loop.done >= _MANY else 0.0)
         return results
+
+    @cached_property
+    def _ceiling(self) -> Measured | None:
+        return ceiling_of_run(self._job)
 
     def segments(self) -> list[Segment]:
         """Return a segment per start of the run, the last one without its ``warmup_steps``; called in all ranks.

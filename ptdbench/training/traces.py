@@ -74,20 +74,20 @@ def _answer(asking: int, device: torch.device) -> float:
     return 0.0
 
 
-def keep(job: Job, folder: str, write: Callable[[Path], None], ahead: float, name: str) -> None:
-    """Let each rank ``write`` its trace to ``folder`` in the run's directory, and rank 0 merge them into ``name``.
+def keep(job: Job, write: Callable[[Path], None], ahead: float) -> None:
+    """Let each rank ``write`` its trace to a folder in the run's directory, and rank 0 merge them.
 
     Called in all ranks; if one cannot write, the merged trace is lost, but not the run. ``ahead``: seconds by which
     this rank's clock is ahead of rank 0's.
     """
-    written: list[tuple[float, str | None]] = gather((ahead, _written(_of_rank(job, folder, job.world.rank), write)))
+    written: list[tuple[float, str | None]] = gather((ahead, _written(_of_rank(job, job.world.rank), write)))
     if not job.world.is_first:
         return
     error = next((failure for _, failure in written if failure), None)
     if not error:
-        of_ranks = [_of_rank(job, folder, rank) for rank in range(job.world.size)]
+        of_ranks = [_of_rank(job, rank) for rank in range(job.world.size)]
         merge = partial(perfetto.merge, of_ranks, _names(job), [offset for offset, _ in written])
-        error = _written(job.directory / name, merge)
+        error = _written(job.directory / perfetto.NAME, merge)
     if error:
         echo(f"warning: some traces could not be written: {error}", sys.stderr)
 
@@ -104,8 +104,8 @@ def _written(path: Path, write: Callable[[Path], None]) -> str | None:
     return None
 
 
-def _of_rank(job: Job, folder: str, rank: int) -> Path:
-    return job.directory / folder / f"rank{rank}.json.gz"
+def _of_rank(job: Job, rank: int) -> Path:
+    return job.directory / "trace" / f"rank{rank}.json.gz"
 
 
 def _names(job: Job) -> list[str]:

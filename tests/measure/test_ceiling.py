@@ -53,9 +53,7 @@ def test_key_has_the_threads_of_a_cpu_and_the_driver_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     cpu = ceiling.key_of(ENVIRONMENT, torch.device("cpu"), "fp32")
     assert cpu == Key("AMD EPYC", None, "2.15.0", "fp32", 8)
-    assert str(cpu) == "AMD EPYC, torch 2.15.0, fp32, 8 threads"
     assert ceiling.key_of(ENVIRONMENT, torch.device("cuda", 0), "bf16") == GPU
-    assert str(GPU) == "NVIDIA H200, driver 550.54, torch 2.15.0, bf16"
 
 
 def rank(number: int, medians: dict[str, float], **key: object) -> ceiling._OfRank:

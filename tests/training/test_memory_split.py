@@ -1,7 +1,5 @@
 """What the memory of a step is for, through the product, against what the layout must take."""
 
-import gzip
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 from ptdbench.local_part import plain_tensors
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import module_of
-from ptdbench.profiling import schedule, trace
+from ptdbench.profiling import schedule
 from ptdbench.profiling.phases import KINDS
 from ptdbench.setup import run_spec
 from ptdbench.setup.training_spec import TrainingSpec
@@ -102,22 +100,6 @@ def test_fsdp_gathers_some_layers_at_a_time_or_keeps_all(shared_run):
         for after in ("true", "false")
     )
     assert max(resharded) < whole < min(kept)
-
-
-def test_the_timeline_shows_each_rank_and_each_kind(tmp_path: Path):
-    RANKS.run(composed(*TINY, "parallel=fsdp", "profile.trace=true"), tmp_path)
-    peaks = record_of(tmp_path)["memory"]["ranks"]
-    events = json.loads(gzip.decompress((tmp_path / "memory.json.gz").read_bytes()))["traceEvents"]
-    counted = [event for event in events if event["ph"] == "C"]
-    assert all(list(event["args"]) == list(KINDS) for event in counted)
-    assert not [event for event in events if event.get("name") == "[memory]"]
-    steps = {event["pid"]: event for event in events if event.get("name", "").startswith(trace.STEP)}
-    assert len(steps) == 2
-    for rank, pid in enumerate(sorted(steps)):
-        of_rank = [event for event in counted if event["pid"] == pid]
-        assert max(sum(event["args"].values()) for event in of_rank) == sum(sizes[rank] for sizes in peaks.values())
-        begin, end = (steps[pid]["ts"], steps[pid]["ts"] + steps[pid]["dur"])
-        assert all(begin - 1 <= event["ts"] <= end + 1 for event in of_rank)
 
 
 def run_unreadable(configuration: Any, directory: Path) -> None:

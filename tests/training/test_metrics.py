@@ -81,17 +81,16 @@ def test_the_peak_of_ranks_with_different_gpus_is_not_that_of_rank_0(monkeypatch
     )
     both = " and ".join(names)
     assert train_metrics.device_name(job) == both
-    assert train_metrics.ceiling_of_run(job) == (None, f"the ranks have different GPUs: {both}")
+    assert train_metrics.ceiling_of_run(job) is None
 
 
-def test_the_share_of_the_ceiling_by_hand_and_why_there_is_none():
-    ceiling = (Measured(240e12, "8x8x8", beside_load=True), None)
+def test_the_share_of_the_ceiling_by_hand():
+    ceiling = Measured(240e12, "8x8x8", beside_load=True)
 
     def related(**changes: Any) -> tuple[Any, ...]:
         results = figures(**changes)
-        ceiling = results.ceiling_flops_per_second, results.ceiling_beside_load
-        return *ceiling, results.ceiling_reason, results.share_of_ceiling
+        return results.ceiling_flops_per_second, results.ceiling_beside_load, results.share_of_ceiling
 
-    assert related(ceiling=ceiling) == (240e12, True, None, pytest.approx(48 / 240))  # 48 TFLOP/s on each device
-    assert related(ceiling=(None, "nobody has measured it")) == (None, None, "nobody has measured it", None)
-    assert related(flops_per_sample=None, ceiling=ceiling) == (240e12, True, None, None)
+    assert related(ceiling=ceiling) == (240e12, True, pytest.approx(48 / 240))  # 48 TFLOP/s on each device
+    assert related(ceiling=None) == (None, None, None)
+    assert related(flops_per_sample=None, ceiling=ceiling) == (240e12, True, None)
