@@ -64,12 +64,12 @@ def expand(module: nn.Module, plan: Mapping[str, str], *, in_part: bool = False)
         matches = re.compile(re.escape(pattern).replace(r"\*", "[^.]+")).fullmatch
         named, kind = [name for name in modules if matches(name)], WORDS.get(word)
         takes = nn.Embedding if kind == "vocabulary" else nn.Module if kind in ("sequence", "replicated") else nn.Linear
-        rule = remedy = ""
-        if not named and ((is_weight := any(map(matches, weights))) or not in_part):
+        is_weight, rule, remedy = any(map(matches, weights)), "", ""
+        if word not in WORDS and (named or is_weight or not in_part):
+            rule, remedy = "is not a split that ptdbench has", try_these(WORDS)
+        elif not named and (is_weight or not in_part):
             shapes = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in modules}
             rule, remedy = f"names {'a weight' if is_weight else 'no module'}", try_these(nearest(pattern, shapes))
-        elif named and word not in WORDS:
-            rule, remedy = "is not a split that ptdbench has", try_these(WORDS)
         elif kind and (odd := [name for name in named if not isinstance(modules[name], takes)]):
             rule = f"{odd[0]} is of class {type(modules[odd[0]]).__name__}, which ptdbench does not split"
         if rule:
@@ -151,7 +151,8 @@ class _Calls:
             with suppress(Exception), trial(part):  # third-party code may raise anything
                 returned = functional_call(part, cut, args, options)
                 if [one.shape for one in tensors(returned)] == [one.shape for one in tensors(output)]:
-                    return count
+                    # Parts of a head pass where its features are taken for positions.
+                    return count if features // count >= getattr(part, "head_dim", 1) else 1
         return 1
 
 
