@@ -261,11 +261,10 @@ class Adapted(nn.Module):
             return None
         blocks, lists = {*self.layers()}, dict[nn.Module, dict[str, nn.Module | None]]()
         for part in self.module.modules():
-            children = [*part.children()]
-            if isinstance(part, nn.ModuleList | nn.Sequential) and blocks.issuperset(children):
-                first = {str(child): child for child in reversed(children)}.values()
-                lists[part], kept = part._modules, (child for child in children if child in first)
-                part._modules = {str(number): child for number, child in enumerate(kept)}
+            if isinstance(part, nn.ModuleList | nn.Sequential) and blocks.issuperset(part.children()):
+                lists[part] = part._modules
+                first = {str(child): name for name, child in reversed(part._modules.items())}.values()
+                part._modules = {name: child for name, child in part._modules.items() if name in first}
         try:
             return Adapted(copy.deepcopy(self.module), self._example, self._plan)
         finally:
