@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -43,6 +43,8 @@ class Matrix:
     head: str = ""  #: What stands above it: ``{ok}`` of ``{run}`` cells, ``{all}`` in all, with ``{torch}``.
     #: On virtual GPUs, the columns in which all ranks are carried out, not the first and the last one of a pipeline.
     all_ranks: Sequence[str] | None = None
+    turns: Sequence[str] = ()  #: Of the zoo, columns of which a row has one by default, by turn.
+    sizes: Mapping[str, int] = field(default_factory=dict)  #: Of the zoo's models of transformers, as far as they fit.
 
     @classmethod
     def load(cls: type[M], name: str) -> M:

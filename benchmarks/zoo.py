@@ -15,7 +15,6 @@ import json
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,13 +35,8 @@ from ptdbench.setup.config import Config
 IMAGES = ["data=synthetic_images", "data.image_size=32", "data.classes=10"]
 
 
-@dataclass(frozen=True)
 class Zoo(Matrix):
     """A matrix whose rows are models: a class or function, its arguments, and options of ptdbench."""
-
-    turns: Sequence[str] = ()  #: Columns of which a row has one by default, by turn.
-    #: Of transformers' models, where a configuration has a number of this name, or of one that stands for it.
-    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def chosen(self, row: str, *, every: bool) -> list[str]:
         """Return the columns of a row, or those that it has by default."""
@@ -53,7 +47,7 @@ class Zoo(Matrix):
         """Return the options of a cell; the column ``single`` is for one rank."""
         ranks, layout = (self.rows[row][0], self.columns[column]) if column in self.columns else SINGLE
         target, *given = self.rows[row][1].split()
-        options = [word for word in given if word.startswith(("data.", "parallel.", "train."))]
+        options = [word for word in given if word.startswith(("data.", "optimizer.", "parallel.", "train."))]
         arguments = dict(word.split("=", 1) for word in given if word not in options)
         prefix, data = "+model.", IMAGES
         if target.startswith("transformers."):
@@ -132,7 +126,8 @@ def _fill(job: Job, left: Mapping[tuple[str, str], Config], references: Mapping[
             path.write_text(json.dumps([row, column, numbers]))
             raise SystemExit(1)  # the other rank may wait for this one
         said = next((text for text in (numbers, reference) if isinstance(text, str)), "")
-        off = 0.0 if said else max(abs(float(number) / one - 1) for number, one in zip(numbers, reference, strict=True))
+        pairs = [] if said else zip(map(float, numbers), reference, strict=True)
+        off = max((abs(number / one - 1) for number, one in pairs), default=0.0)
         if job.world.is_first:
             ZOO.tell(row, column, said or f"{'ok' if off <= EXACT else 'wrong: off by'} {off:.0e}")
 
