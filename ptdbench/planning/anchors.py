@@ -135,5 +135,6 @@ def _scaled(step: Mapping[str, Any], level: float, margin: float) -> dict[str, A
     """Return a predicted step that takes ``level`` times as long."""
     seconds = step["step_seconds"] * level
     rates = {name: rate / level for name in ("tokens_per_second", "samples_per_second", "mfu") if (rate := step[name])}
-    spans = {name: {key: of * level for key, of in (step[name] or {}).items()} for name in ("parts", "phases")}
+    groups = ("parts", "phases", "twice_as_fast")
+    spans = {name: {key: of * level for key, of in (step.get(name) or {}).items()} for name in groups}
     return {**step, "step_seconds": seconds, "low": seconds / margin, "high": seconds * margin, **rates, **spans}
