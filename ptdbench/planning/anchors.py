@@ -17,13 +17,13 @@ from ptdbench.setup import choices, config
 from ptdbench.setup.config import Config
 
 #: Standard deviation of the logarithm of what one run says of a level; it counts as much as two runs do.
-_SPREAD, _WEIGHT = 0.0225, 2
+SPREAD, _WEIGHT = 0.0225, 2
 
 #: The same of what differs between an anchor and a plan: torch, or the kernels of the model.
 _TORCH, _KERNELS = 0.02, 0.04
 
 #: Two standard deviations: 95 %.
-_QUANTILE = 1.96
+QUANTILE = 1.96
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,14 @@ def applied(fields: Mapping[str, Any], planned: Config, levels: Sequence[tuple[A
         return dict(fields)
     mean = fmean(level for _, level in fitting)
     squares = sum((level - mean) ** 2 for _, level in fitting)
-    variance = (_WEIGHT * _SPREAD**2 + squares) / (_WEIGHT + len(fitting) - 1) * (1 + 1 / len(fitting))
+    variance = (_WEIGHT * SPREAD**2 + squares) / (_WEIGHT + len(fitting) - 1) * (1 + 1 / len(fitting))
     torch, kernels = (fields.get("environment") or {}).get("torch"), planned.general.kernels
     doubts = {
         f"torch {anchor.record.environment.torch}": _TORCH
         for anchor, _ in fitting
         if anchor.record.environment.torch != torch
     } | {f"kernels={other}": _KERNELS for anchor, _ in fitting if (other := anchor.record.kernels) != kernels}
-    margin = math.exp(_QUANTILE * math.sqrt(variance + sum(doubt**2 for doubt in doubts.values())))
+    margin = math.exp(QUANTILE * math.sqrt(variance + sum(doubt**2 for doubt in doubts.values())))
     names = ", ".join(dict.fromkeys(anchor.record.directory for anchor, _ in fitting))
     wider = f" ({', '.join(doubts)}, so the interval is wider)" if doubts else ""
     return {**fields, "predicted": _scaled(step, math.exp(mean), margin) | {"anchor": f"{names}{wider}"}}
@@ -135,5 +135,6 @@ def _scaled(step: Mapping[str, Any], level: float, margin: float) -> dict[str, A
     """Return a predicted step that takes ``level`` times as long."""
     seconds = step["step_seconds"] * level
     rates = {name: rate / level for name in ("tokens_per_second", "samples_per_second", "mfu") if (rate := step[name])}
-    spans = {name: {key: of * level for key, of in (step[name] or {}).items()} for name in ("parts", "phases")}
+    groups = ("parts", "phases", "twice_as_fast")
+    spans = {name: {key: of * level for key, of in (step.get(name) or {}).items()} for name in groups}
     return {**step, "step_seconds": seconds, "low": seconds / margin, "high": seconds * margin, **rates, **spans}
