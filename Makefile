@@ -39,7 +39,7 @@ install-test: $(VENV)/.installed-test
 test: lint  ## lint, types and tests, in ten minutes on two cores
 	$(call beside-types,$(PYTEST) $(ARGS))
 
-test-all: lint  ## the same with every product, every command of the pages and long races, in half an hour
+test-all: lint $(VENV)/.installed-interop  ## the same with every product, every command of the pages and long races, in half an hour
 	$(call beside-types,$(PYTEST) -m "not slow" $(ARGS))
 
 lint: install-test
@@ -125,6 +125,10 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-interop: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[test,interop]'
+	@touch $@
 
 $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

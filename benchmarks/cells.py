@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
 import yaml
 
 from benchmarks import tables
@@ -42,6 +43,8 @@ class Matrix:
     head: str = ""  #: What stands above it: ``{ok}`` of ``{run}`` cells, ``{all}`` in all, with ``{torch}``.
     #: On virtual GPUs, the columns in which all ranks are carried out, not the first and the last one of a pipeline.
     all_ranks: Sequence[str] | None = None
+    turns: Sequence[str] = ()  #: Of the zoo, columns of which a row has one by default, by turn.
+    sizes: Mapping[str, int] = field(default_factory=dict)  #: Of the zoo's models of transformers, as far as they fit.
 
     @classmethod
     def load(cls: type[M], name: str) -> M:
@@ -115,15 +118,11 @@ class Matrix:
 
     def stored(self) -> dict[str, dict[str, str]]:
         """Return what cells of this torch have been found to be, by row and column."""
-        import torch
-
         stored = json.loads((ROOT / self.result).read_text()) if (ROOT / self.result).exists() else {}
         return stored["cells"] if stored.get("torch") == torch.__version__ else {}
 
     def tell(self, row: str, column: str, said: str, *, is_kept: bool = True) -> None:
         """Print what is said of a cell; if it ``is_kept``, store it and show it on the page."""
-        import torch
-
         print(f"  {row:<24} {column:<20} {said}", flush=True)
         if is_kept:
             cells, page = self.stored(), ROOT / self.page

@@ -165,7 +165,7 @@ def plan(arguments: argparse.Namespace) -> int:
         ConfigError: The command line is invalid.
     """
     from ptdbench import files
-    from ptdbench.planning import plans
+    from ptdbench.planning import anchors, plans
 
     search_path.add_current()
     overrides = arguments.overrides
@@ -174,7 +174,8 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigError([Problem("plan", " ".join(overrides), rule, f"run it without {world.launcher}")])
     local.check_sockets()
     composed = plans.composed(overrides, compose.source(arguments))
-    made = plans.make(composed, overrides, arguments.again, _prepare_to_plan, _run)
+    anchored = anchors.read(arguments.anchor, composed.configs)
+    made = plans.make(composed, overrides, arguments.again, _prepare_to_plan, _run, anchored)
     if arguments.json:
         echo(files.as_text(made.records))
     elif made.records:

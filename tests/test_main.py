@@ -156,7 +156,7 @@ def test_bash_completes_commands_flags_options_and_directories(tmp_path, environ
     pytest.importorskip("argcomplete")
     (tmp_path / "outputs" / "sweep").mkdir(parents=True)
     lines = {
-        "ptdbench exp": "explain", "ptdbench compare --fail": "--fail-if-slower", "ptdbench report outp": "outputs/",
+        "ptdbench expl": "explain", "ptdbench compare --fail": "--fail-if-slower", "ptdbench report outp": "outputs/",
         "ptdbench train model=llama_t": "llama_tiny", "ptdbench plan -m parallel=ddp,fs": "ddp,fsdp",
         "ptdbench sbatch parallel=fsdp train.st": "train.steps=",
     }  # fmt: skip

@@ -7,6 +7,7 @@ one rank of each kind runs on a virtual GPU.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ptdbench.commands import add_options
 
@@ -18,6 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "a list makes a row for each value")
     parser.add_argument("--json", action="store_true", help="print the records as JSON instead of a table")
     parser.add_argument("--again", action="store_true", help="ignore cached plans")
+    parser.add_argument(
+        "--anchor", type=Path, metavar="RUN", action="append", default=[],
+        help="a run measured on such GPUs, or several: sets the level of predicted times; may be repeated",
+    )  # fmt: skip
     parser.epilog = (
         "Exit status 0: a layout fits, or its training state where only that is known. 1: no layout fits, or "
         "none could be planned. 128 + n: signal n."

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from ptdbench.kernels.batchnorm import synchronize_batchnorm
+from ptdbench.kernels.batchnorm import has_forward, synchronize_batchnorm
 from ptdbench.kernels.choice import Kernels
 from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy, master_of
 from ptdbench.models.decoder import Head
+from ptdbench.problems import Problem, require
 
 
 class FusedHead(Head):
@@ -30,6 +32,10 @@ def enable(module: nn.Module, kernels: Kernels, synchronized: dist.ProcessGroup 
     Call it before any transform. ``synchronized``: the group; ``None``: each rank normalizes its own samples.
     """
     if synchronized:
+        for kind in {type(part) for part in module.modules() if isinstance(part, _BatchNorm)}:
+            if kernels == "torch" and has_forward(kind):
+                rule = f"with kernels=torch is nn.SyncBatchNorm, which drops the forward of {kind.__name__}"
+                require(Problem("parallel.sync_batchnorm", True, rule, "try kernels=fused"))
         synchronize_batchnorm(module, synchronized, device)
     if kernels == "torch":
         return

@@ -15,9 +15,10 @@ lost or repeated, it is refused, and so are layers that are not called as ``laye
 The module may define these methods, all optional:
 
 ``loss(outputs, targets)``
-    The mean loss, a scalar. Default: cross entropy for integer targets, mean squared error for floating-point ones. A
-    module whose ``forward`` takes ``targets`` returns the loss itself: alone, in a tuple with outputs, or as ``.loss``.
-    Evaluation uses the same loss; it measures accuracy only if ``forward`` returns outputs without ``targets``.
+    The mean loss, a scalar; ``model.criterion`` of the configuration replaces it. Default: cross entropy for integer
+    targets, mean squared error for floating-point ones. A module whose ``forward`` takes ``targets`` returns the loss
+    itself: alone, in a tuple with outputs, or as ``.loss``. Evaluation uses the same loss; it measures accuracy only if
+    ``forward`` returns outputs without ``targets``.
 ``layers()``
     The repeated blocks, a list of modules (an attribute that is a ``ModuleList`` will do): the units of sharding
     (fsdp), recomputation and compilation. Default: the members of the longest ``ModuleList`` or ``Sequential`` of one
@@ -89,8 +90,8 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
     """Build the model that ``config`` describes: on the meta device if it has ``reset``, else with its weights.
 
     Args:
-        config: A class or function under ``_target_``, and its arguments; and under ``tp_plan`` a plan, see
-            :mod:`ptdbench.models.plans`.
+        config: A class or function under ``_target_``, and its arguments; under ``tp_plan`` a plan, see
+            :mod:`ptdbench.models.plans`; ``criterion`` is the loss if it takes none.
         seed: The run's seed, for a module whose constructor initializes it.
         example: ``(inputs, targets)`` of one sample on the meta device; see ``Data.example``.
 
@@ -100,6 +101,10 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
     """
     plan, config = config.get(PLAN), {name: value for name, value in config.items() if name != PLAN}
     target = hydra.utils.get_object(config["_target_"])
+    criterion = None
+    if "criterion" in config and "criterion" not in inspect.signature(target).parameters:
+        criterion = hydra.utils.instantiate(config["criterion"])
+        config = {name: value for name, value in config.items() if name != "criterion"}
     if callable(getattr(target, "reset", None)):
         with torch.device("meta"):
             module = hydra.utils.instantiate(config)
@@ -122,6 +127,11 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
     if plan is not None:
         plans.expand(module, plan)
     model = adapt(module, example, plan)
+    if criterion is not None:
+        if not isinstance(model, Adapted) or model.loss is None:
+            rule = f"{type(module).__name__} computes its loss itself"
+            require(Problem("criterion", type(criterion).__name__, rule, "omit it"))
+        model.__dict__["criterion"] = criterion
     widen(module_of(model), example)
     return model
 
@@ -148,6 +158,7 @@ class Adapted(nn.Module):
         self.training = module.training  # as the constructor left it, see :class:`ptdbench.models.state.Modes`
         self._example = example
         self._plan = plan or getattr(module, "_tp_plan", None)  # Hugging Face
+        self.__dict__["criterion"] = None  # the loss of outputs and targets that is given; no part of the module
         takes = inspect.signature(module.forward).parameters
         self.takes = [*takes]  #: Names of what its forward takes.
         self._takes_targets = "targets" in takes
@@ -237,7 +248,7 @@ class Adapted(nn.Module):
             return outputs
         if outputs.is_floating_point():
             outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        criterion = getattr(self.module, "loss", default_loss)
+        criterion = self.__dict__["criterion"] or getattr(self.module, "loss", default_loss)
         return _scalar(criterion(outputs, targets))
 
     def roles(self) -> dict[str, Role]:
@@ -250,11 +261,10 @@ class Adapted(nn.Module):
             return None
         blocks, lists = {*self.layers()}, dict[nn.Module, dict[str, nn.Module | None]]()
         for part in self.module.modules():
-            children = [*part.children()]
-            if isinstance(part, nn.ModuleList | nn.Sequential) and blocks.issuperset(children):
-                first = {str(child): child for child in reversed(children)}.values()
-                lists[part], kept = part._modules, (child for child in children if child in first)
-                part._modules = {str(number): child for number, child in enumerate(kept)}
+            if isinstance(part, nn.ModuleList | nn.Sequential) and blocks.issuperset(part.children()):
+                lists[part] = part._modules
+                first = {str(child): name for name, child in reversed(part._modules.items())}.values()
+                part._modules = {name: child for name, child in part._modules.items() if name in first}
         try:
             return Adapted(copy.deepcopy(self.module), self._example, self._plan)
         finally:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
+from posixpath import commonpath
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,18 +28,12 @@ from ptdbench.problems import Problem, divisors, first_line, nearest, require, t
 
 #: The roles of transformers' words; ``None``: the module stays whole.
 WORDS: dict[str, Kind | None] = {
-    "colwise": "colwise",
-    "colwise_gather_output": "colwise_gather_output",
-    "colwise_rep": "colwise_gather_output",
-    "rowwise": "rowwise",
-    "rowwise_split_input": "rowwise_split_input",
-    "rowwise_rep": "rowwise_split_input",
-    "embedding_rowwise": "vocabulary",
-    "sequence": "sequence",
-    "sequence_parallel": "sequence",
-    "replicated_with_grad_allreduce": "replicated",
-    "replicate": None,
-}
+    "colwise": "colwise", "rowwise": "rowwise", "embedding_rowwise": "vocabulary",
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), "colwise_gather_output"),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), "rowwise_split_input"),
+    **dict.fromkeys(("sequence", "sequence_parallel"), "sequence"),
+    "replicated_with_grad_allreduce": "replicated", "replicate": None,
+}  # fmt: skip
 
 #: What takes the place of a split whose parts the module between its layers does not take.
 _GATHERED: dict[Kind, Kind] = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
@@ -64,12 +59,12 @@ def expand(module: nn.Module, plan: Mapping[str, str], *, in_part: bool = False)
         matches = re.compile(re.escape(pattern).replace(r"\*", "[^.]+")).fullmatch
         named, kind = [name for name in modules if matches(name)], WORDS.get(word)
         takes = nn.Embedding if kind == "vocabulary" else nn.Module if kind in ("sequence", "replicated") else nn.Linear
-        rule = remedy = ""
-        if not named and ((is_weight := any(map(matches, weights))) or not in_part):
+        is_weight, rule, remedy = any(map(matches, weights)), "", ""
+        if word not in WORDS and (named or is_weight or not in_part):
+            rule, remedy = "is not a split that ptdbench has", try_these(WORDS)
+        elif not named and (is_weight or not in_part):
             shapes = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in modules}
             rule, remedy = f"names {'a weight' if is_weight else 'no module'}", try_these(nearest(pattern, shapes))
-        elif named and word not in WORDS:
-            rule, remedy = "is not a split that ptdbench has", try_these(WORDS)
         elif kind and (odd := [name for name in named if not isinstance(modules[name], takes)]):
             rule = f"{odd[0]} is of class {type(modules[odd[0]]).__name__}, which ptdbench does not split"
         if rule:
@@ -95,7 +90,7 @@ def roles(module: nn.Module, example: tuple[Any, Tensor], kinds: Mapping[str, Ki
     kinds = dict(kinds) or _by_structure(calls)
     by_name, units_of = {name: Role(kind) for name, kind in kinds.items()}, dict[Any, int]()
     for group in _groups(calls, kinds):
-        features = math.gcd(*(module.get_submodule(name).weight.shape[at] for name, at in group.items()))
+        features = math.gcd(*(module.get_parameter(f"{name}.weight").shape[at] for name, at in group.items()))
         around, parts = _around(group)
         key = str(module.get_submodule(around)), *parts
         if key not in units_of:
@@ -151,7 +146,8 @@ class _Calls:
             with suppress(Exception), trial(part):  # third-party code may raise anything
                 returned = functional_call(part, cut, args, options)
                 if [one.shape for one in tensors(returned)] == [one.shape for one in tensors(output)]:
-                    return count
+                    # Parts of a head pass where its features are taken for positions.
+                    return count if features // count >= getattr(part, "head_dim", 1) else 1
         return 1
 
 
@@ -188,10 +184,6 @@ def _groups(calls: _Calls, kinds: Mapping[str, Kind]) -> Iterator[_Group]:
 
 def _around(group: _Group) -> tuple[str, _Group]:
     """Return the name of the innermost module around layers, and the group by the names in it."""
-    paths = [name.split(".") for name in group]
-    depth = min(map(len, paths)) - 1
-    while len({tuple(path[:depth]) for path in paths}) > 1:
-        depth -= 1
-    return ".".join(paths[0][:depth]), dict(
-        zip((".".join(path[depth:]) for path in paths), group.values(), strict=True)
-    )
+    paths = [name.rpartition(".")[0].replace(".", "/") for name in group]
+    around = commonpath(paths).replace("/", ".")
+    return around, {name.removeprefix(f"{around}."): at for name, at in group.items()}

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 #: The roles of modules, see :class:`Role`.
 Kind = Literal[
-    "colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "vocabulary", "loss", "sequence", "scatter",
+    "colwise", "rowwise", "vocabulary", "colwise_gather_output", "rowwise_split_input", "loss", "sequence", "scatter",
     "replicated", "local_colwise", "split_sequence",
     "experts", "positions", "attention",
 ]  # fmt: skip

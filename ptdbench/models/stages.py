@@ -11,7 +11,7 @@ samples and one mode, with copies of the modules that FSDP, recomputation and co
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ptdbench.models.protocol import Piece
+from ptdbench.models.shell import Shell
 from ptdbench.models.state import Modes
 from ptdbench.models.tape import Diverged, Like, Pass, Recorder, Replay, Same, Stopped, Tape, combined
 from ptdbench.models.trial import trial
@@ -46,92 +47,12 @@ class NoStages(Exception):
         self.remedy = remedy
 
 
-class _Slot(nn.Module):
-    """Stands in for a module, with its attributes, which the surrounding code may read."""
+class _Outside(NoStages):
+    """A weight of a unit is used outside it."""
 
-    def __init__(self, module: nn.Module, act: Callable[..., Any]) -> None:
-        super().__init__()
-        self.__dict__["attribute"] = partial(getattr, module)  # neither a submodule nor part of the state here
-        self.__dict__["act"] = act
-
-    def __getattr__(self, name: str) -> Any:
-        return self.__dict__["attribute"](name)
-
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        return self.act(*arguments, **options)
-
-
-class Shell:
-    """A module with slots in place of its units; the modules around them are copied, and hold no weights.
-
-    Args:
-        module: The module.
-        units: The names of its units.
-    """
-
-    def __init__(self, module: nn.Module, units: Iterable[str]) -> None:
-        self._units = {name: module.get_submodule(name) for name in units}
-        self._names = {unit: name for name, unit in self._units.items()}  # one may be registered twice
-        self._copied: list[tuple[nn.Module, nn.Module, str]] = []  #: Copies, originals, and their names.
-        self._moved: list[nn.Module] = []  #: Modules with buffers and without weights.
-        #: Calls a unit, given its name, with these arguments.
-        self.compute: Callable[[str, nn.Module, Any, Any], Any] = lambda _, unit, given, named: unit(*given, **named)
-        self._pass: Pass | None = None
-        self._device = torch.device("cpu")
-        self.module = self._rebuilt(module, "")
-
-    def run(self, within: Pass, weights: Mapping[str, Tensor], device: torch.device, call: Callable[[], Any]) -> Any:
-        """Run a pass; ``weights``: the values of weights outside units, by name."""
-        self._place(device)
-        for copied, original, prefix in self._copied:
-            copied.training = original.training
-            copied.__dict__ |= {name: within.follow(weights[prefix + name]) for name in original._parameters}
-        self._pass = within
-        try:
-            with within:
-                return call()
-        finally:
-            self._pass = None
-
-    def _call(self, name: str, /, *arguments: Any, **options: Any) -> Any:
-        """Act in place of a unit."""
-        unit, within = self._units[name], self._pass
-        if within is None:  # recomputation in a backward pass
-            return unit(*arguments, **options)
-
-        def run() -> Any:
-            with within.paused():
-                return self.compute(name, unit, arguments, options)
-
-        return within.event(name, run, tree_leaves((arguments, options)))
-
-    def _rebuilt(self, module: nn.Module, prefix: str) -> nn.Module:
-        if module in self._names:
-            return _Slot(module, partial(self._call, self._names[module]))
-        if not any(unit.startswith(prefix) for unit in self._units) and prefix:
-            if next(module.buffers(), None) is None:
-                return module
-            self._moved.append(module)
-            return _Slot(module, module)
-        copied = copy.copy(module)
-        self._copied.append((copied, module, prefix))
-        children, buffers = module._modules.items(), module._buffers.items()
-        slots = {name: child and self._rebuilt(child, f"{prefix}{name}.") for name, child in children}
-        copied.__dict__ |= {"_modules": slots, "_parameters": {}, "_buffers": {}}
-        copied.__dict__ |= {name: None if buffer is None else buffer.clone() for name, buffer in buffers}
-        return copied
-
-    def _place(self, device: torch.device) -> None:
-        """Move buffers outside units, such as tables of positions, to the device, as no stage holds them."""
-        if device == self._device:
-            return
-        self._device = device
-        for module in self._moved:
-            module.to(device)
-        for copied, original, _ in self._copied:
-            for name in original._buffers:
-                if isinstance(buffer := copied.__dict__[name], Tensor):
-                    copied.__dict__[name] = buffer.to(device)
+    def __init__(self, weight: str) -> None:
+        super().__init__(f"it uses {weight} outside the module that owns it")
+        self.weight = weight
 
 
 class Stages:
@@ -149,7 +70,21 @@ class Stages:
 
     def __init__(self, module: nn.Module, layers: Sequence[nn.Module], run: Run, example: tuple[Any, Tensor]) -> None:
         _unshare(module)
-        self._units, self._loose = _units(module, layers)
+        opened, reasons = list[nn.Module](), list[NoStages]()
+        while True:
+            self._units, self._loose = _units(module, layers, opened)
+            try:
+                self._follow(module, run, example)
+                break
+            except NoStages as reason:
+                reasons.append(reason)
+                owner = module.get_submodule(getattr(reason, "weight", "").rpartition(".")[0])
+                if owner in (module, *layers, *opened) or [*owner.children()]:
+                    raise reasons[0] from None
+                opened.append(owner)  # a table that code around it reads, for one
+
+    def _follow(self, module: nn.Module, run: Run, example: tuple[Any, Tensor]) -> None:
+        """Record the forward of the module, and divide it."""
         reasons: list[Exception] = []
         for fakes in (True, False):  # code that reads values does not run without
             try:
@@ -179,7 +114,7 @@ class Stages:
 
     def shell(self, module: nn.Module) -> Shell:
         """Return the module with slots."""
-        return Shell(module, self._units)
+        return Shell(module, self._units, self._loose)
 
     def weights(self, module: nn.Module, places: range, holder: nn.Module, prefix: str) -> dict[str, Tensor]:
         """Return weights outside units by name; of other pieces, tensors of their shapes."""
@@ -222,7 +157,7 @@ class Stages:
             raise NoStages("it calls its submodules in another order in training")
         owned = {*self._units, *self._loose}
         if outside := next((name for group in names for name in group if name not in owned), None):
-            raise NoStages(f"it uses {outside} outside the module that owns it")
+            raise _Outside(outside)
         last = {name: place for place, group in enumerate(names) for name in group}
         self._pieces: list[list[str]] = [[]]
         self._starts: dict[bool, list[int]] = {mode: [0] for mode in weighted}
@@ -358,17 +293,17 @@ def _weighted(tape: Tape) -> list[tuple[int, list[str]]]:
     return [(number, names) for number, names in pairs if names]
 
 
-def _units(module: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[str], list[str]]:
+def _units(module: nn.Module, layers: Sequence[nn.Module], opened: Sequence[nn.Module]) -> tuple[list[str], list[str]]:
     """Return the names of units, which are layers and the outermost other modules with weights of their own.
 
-    And the names of weights that modules around layers own.
+    And the names of weights that modules around layers own, or ``opened`` ones.
     """
     of_layers, units, loose = set(layers), list[str](), list[str]()
     names = {part: name for name, part in module.named_modules()}
     for part, name in names.items():
         if any(f"{name}.".startswith(f"{unit}.") for unit in units):
             continue
-        within = any(inner in of_layers for inner in part.modules() if inner is not part) or not name
+        within = any(inner in of_layers for inner in part.modules() if inner is not part) or not name or part in opened
         own = [f"{name}.{weight}".removeprefix(".") for weight, _ in part.named_parameters(recurse=False)]
         if part in of_layers or (own and not within):
             units.append(name)

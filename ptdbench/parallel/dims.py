@@ -198,7 +198,7 @@ def derive(
     """
     rows = kind.rows()
     factors = {name: wanted[name] for name in rows if not rows[name].regroups}
-    sizes = {name: size for name, size in factors.items() if size != "auto"}
+    sizes = {name: size for name, size in factors.items() if isinstance(size, int)}
     derived = auto_degrees(wanted, kind)
     rest, odd = divmod(world_size, math.prod(sizes.values()))
     if odd or (rest != 1 and not derived):
@@ -211,7 +211,7 @@ def derive(
     folds = {name: [getattr(dims, other) for other in row.regroups] for name, row in rows.items() if row.regroups}
     for name, fold in folds.items():
         size = wanted.get(name, 1)
-        sizes[name] = math.gcd(math.prod(fold), units.get(name, 0)) if size == "auto" else size
+        sizes[name] = math.gcd(math.prod(fold), units.get(name, 0)) if not isinstance(size, int) else size
         require(_unfit(name, sizes[name], rows[name], fold))
     return kind(**sizes)
 
@@ -247,7 +247,7 @@ def _unfit(name: str, size: int, row: Degree, fold: list[int]) -> Problem | None
 
 def _unequal(world_size: int, wanted: Mapping[str, Size]) -> Problem:
     """Return the violated equation as a problem of a degree that can be changed, with values that fit."""
-    product = math.prod(degree for degree in wanted.values() if degree != "auto")
+    product = math.prod(degree for degree in wanted.values() if isinstance(degree, int))
     factors = " x ".join(f"{name}({degree})" for name, degree in wanted.items() if degree != 1)
     relation = factors if "auto" in wanted.values() else f"{factors} = {product}"
     rule = f"{relation} must equal the number of ranks, {world_size}"
@@ -263,7 +263,7 @@ def _unequal(world_size: int, wanted: Mapping[str, Size]) -> Problem:
 
 def _fitting(world_size: int, wanted: Mapping[str, Size], name: str) -> list[int]:
     """Return the values above 1 of one degree that fit the others."""
-    others = math.prod(degree for other, degree in wanted.items() if degree != "auto" and other != name)
+    others = math.prod(degree for other, degree in wanted.items() if isinstance(degree, int) and other != name)
     rest, odd = divmod(world_size, others)
     if odd or rest == 1:
         return []

@@ -26,6 +26,8 @@ from ptdbench.files import strict, write_json
 from ptdbench.launch import local, settings
 from ptdbench.launch.lifetime import die_with_parent
 from ptdbench.measure.memory import host_memory
+from ptdbench.planning import anchors
+from ptdbench.planning.anchors import Anchor
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import affects
@@ -104,7 +106,14 @@ def _without_jobs(overrides: Sequence[str], cluster: Slurm) -> list[str]:
     return ["cluster=local", *kept, *(f"{name}={value}" for name, value in shape.items() if name not in typed)]
 
 
-def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, execute: Execute) -> Planned:
+def make(
+    of: Composed,
+    overrides: Sequence[str],
+    again: bool,
+    prepare: Prepare,
+    execute: Execute,
+    anchored: Sequence[Anchor] = (),
+) -> Planned:
     """Plan each configuration, and write the records.
 
     Args:
@@ -113,27 +122,34 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
         again: Ignore cached plans.
         prepare: :func:`ptdbench.entry.prepare_ranks` or a substitute; called in each process that plans.
         execute: :func:`ptdbench.run.door.run` or a substitute.
+        anchored: Measured runs that set the level of predicted times; each is planned first.
 
     Raises:
-        ConfigError: The directory cannot be written to.
+        ConfigError: The directory cannot be written to, or the step of an anchor cannot be predicted.
     """
     is_free = {"train.global_batch", "experiment"}.isdisjoint(map(commandline.option, overrides))
-    jobs = of.configs
-    keys = [_key(job, is_free) for job in jobs]  # first: importing torch changes the environment, a part of the keys
+    jobs = [*((anchor.config, False) for anchor in anchored), *((job, is_free) for job in of.configs)]
+    keys = [_key(*job) for job in jobs]  # first: importing torch changes the environment, a part of the keys
     earlier = [cache.look_up(_KIND, key).get("fields") if key and not again else None for key in keys]
     uncached = [
         _Uncached(job, is_free, f"[{number}/{len(jobs)}] {job.label}", key, again)
-        for number, (job, cached, key) in enumerate(zip(jobs, earlier, keys, strict=True), 1)
+        for number, ((job, is_free), cached, key) in enumerate(zip(jobs, earlier, keys, strict=True), 1)
         if cached is None
     ]
+    planned_before, earlier = earlier[: len(anchored)], earlier[len(anchored) :]
     directory = hydra_output.claim(of, None)
     records, stopped = [], None
     try:
         with closing(_paced(uncached, prepare, execute)) as made:
+            levels = [
+                (anchor, anchor.level(cached or next(made)))
+                for anchor, cached in zip(anchored, planned_before, strict=True)
+            ]
             for run, cached in zip(runs.of(of, repeats=False), earlier, strict=True):
                 place = directory / run.subdirectory
                 draft = record.begin(run.config.resolved, place, {}, run.overrides)
-                planned = draft | {"kind": "planned", **(cached or next(made)), "directory": str(place)}
+                fields = anchors.applied(cached or next(made), run.config, levels)
+                planned = draft | {"kind": "planned", **fields, "directory": str(place)}
                 place.mkdir(parents=True, exist_ok=True)
                 write_json(place / store.RECORD, planned)
                 store.append_result(directory, planned)

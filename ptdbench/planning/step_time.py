@@ -66,5 +66,6 @@ def predicted(logs: Sequence[Log], spec: RunSpec, layout: BatchPlan, passes: int
         parts={family: seconds for family, seconds in step.parts.items() if seconds},
         phases={name: seconds for name, seconds in trace.phases(step).seconds.items() if seconds},
         errors=dict(step.errors),
+        twice_as_fast=step.twice_as_fast(),
         guessed_bytes=step.guessed_bytes,
     )

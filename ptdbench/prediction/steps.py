@@ -33,11 +33,36 @@ class Prediction:
     guessed_bytes: int  #: Bytes that kernels of that rank move by a guess.
     step: Costed  #: The last step of the busiest rank.
     timeline: Timeline  #: Its times, which begin with the step.
+    ranks: Sequence[Costed]  #: The steps of all ranks.
 
     @property
     def bound_by(self) -> str:
         """The family that takes most of the step."""
         return max(self.parts, key=self.parts.__getitem__)
+
+    def twice_as_fast(self) -> dict[str, float]:
+        """Return how long the step would take if the host, or a family of its work, were twice as fast."""
+        families = ("host", "messages", "memory")
+        spent = {family for of_rank in self.ranks for family in of_rank.families} | {"host"}
+        return {name: _replayed([_halved(of_rank, name) for of_rank in self.ranks])[1]
+                for name in families if name in spent}  # fmt: skip
+
+
+def _halved(step: Costed, family: str) -> list[Action]:
+    """Return the actions of a step with half the costs of the host or a family."""
+    if family == "host":
+        return [action._replace(host=action.host / 2) for action in step.actions]
+    return [
+        action._replace(seconds=action.seconds / 2) if of == family else action
+        for action, of in zip(step.actions, step.families, strict=True)
+    ]
+
+
+def _replayed(ranks: Sequence[Sequence[Action]]) -> tuple[list[Timeline], float, float]:
+    """Replay several steps; return the timelines, how long the last one took, and when it began."""
+    timelines = replay([_several(step) for step in ranks], SLOWDOWN)
+    ends = [max(ends) for ends in zip(*(_ends(line) for line in timelines), strict=True)]
+    return timelines, ends[-1] - ends[-2], ends[-2]
 
 
 def predict(logs: Sequence[Log], costs: Costs, passes: int | None = None) -> Prediction:
@@ -60,15 +85,14 @@ def predict(logs: Sequence[Log], costs: Costs, passes: int | None = None) -> Pre
             raise NoTime(f"the log of rank {log.facts['rank']} has no complete step")
         records = steps[-1]
         of_ranks.append(costed(log, records[_repeated(records["thread"].tolist(), passes)], costs, joins))
-    timelines = replay([_several(step.actions) for step in of_ranks], SLOWDOWN)
-    ends = [max(ends) for ends in zip(*(_ends(line) for line in timelines), strict=True)]
+    timelines, seconds, begin = _replayed([step.actions for step in of_ranks])
     busiest = max(range(len(logs)), key=lambda rank: sum(action.seconds for action in of_ranks[rank].actions
                                                          if action.kind == Kind.WORK))  # fmt: skip
-    step, begin = of_ranks[busiest], ends[-2]
+    step = of_ranks[busiest]
     line = _last(timelines[busiest], len(step.actions), begin)
-    parts = _parts(step, line, ends[-1] - begin)
+    parts = _parts(step, line, seconds)
     guessed = sum(step.guessed)
-    return Prediction(ends[-1] - begin, parts, _errors(step, costs), guessed, step, line)
+    return Prediction(seconds, parts, _errors(step, costs), guessed, step, line, of_ranks)
 
 
 def _repeated(threads: Sequence[int], passes: int | None) -> list[int]:

@@ -295,6 +295,8 @@ class Predicted(Struct):
     parts: dict[str, Amount] | None = None  #: Seconds of each of these on the busiest rank; they add up to the step.
     phases: dict[str, Amount] | None = None  #: Seconds of the phases of that rank's step, as of a measured one.
     errors: dict[str, Amount] | None = None  #: The error of the costs of each, one standard deviation as a share.
+    #: Seconds of a step if ``host``, ``messages`` or ``memory`` were twice as fast.
+    twice_as_fast: dict[str, Amount] | None = None
     guessed_bytes: Count | None = None  #: Bytes that kernels of that rank move by a guess.
     anchor: str | None = None  #: The measured run that sets the level of the device; null without one.
     reason: str | None = None  #: Why there is no prediction.

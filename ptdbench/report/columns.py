@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from ptdbench.comparison import ranking
+from ptdbench.comparison import predictions, ranking
 from ptdbench.comparison.alternatives import Alternative, sweep_of
 from ptdbench.comparison.ranking import Ranking, Standing, interval_text, margin_text
 from ptdbench.records.run_record import RunRecord
@@ -272,19 +272,29 @@ def answers(sections: Sequence[Section]) -> list[str]:
 
 def unit(records: Iterable[RunRecord]) -> str:
     """Return the unit of throughput: ``tokens``, or ``samples`` if these are not token sequences."""
-    return "tokens" if any(record.metrics.tokens_per_second for record in records) else "samples"
+    counted = any(record.metrics.tokens_per_second or record.predicted.tokens_per_second for record in records)
+    return "tokens" if counted else "samples"
 
 
 def _section(ranked: Ranking) -> Section:
     typical = [place.alternative.median_run for place in ranked.places]
     named = names(typical)
     rows = list(map(Row, ranked.places, named))
+    if not any(place.rate for place in ranked.places):
+        rows = _predicted_order(rows)
     counted = unit(run for row in rows for run in row.runs)
     return Section(rows, counted, _answer(rows, counted), remarks.of_rows(ranked, named), _why(rows))
 
 
+def _predicted_order(rows: Sequence[Row]) -> list[Row]:
+    """Return rows of which none was measured in the order of their predicted steps, without a measured rate."""
+    of_run = {id(row.run): row for row in rows}
+    places = [(place, of_run[id(place.alternative.runs[0])]) for place in predictions.rank([row.run for row in rows])]
+    return [Row(replace(place, rate=None, alternative=row.place.alternative), row.name) for place, row in places]
+
+
 def _answer(rows: Sequence[Row], unit: str) -> str:
-    others = [(row.name, row.run) for row in rows if not row.place.rank]
+    others = [(row.name, row.run) for row in rows if not row.place.rate]
     lost = [f"{name} ({run.status})" for name, run in others if not (virtual.is_ok(run) or virtual.does_not_fit(run))]
     if len(others) < len(rows):
         parts = [ranking.answer([(row.name, row.place) for row in rows], unit)]
@@ -296,6 +306,6 @@ def _answer(rows: Sequence[Row], unit: str) -> str:
 
 
 def _why(rows: Sequence[Row]) -> list[str]:
-    groups = why.in_order({row.name: row.place for row in rows if row.place.rank})
+    groups = why.in_order({row.name: row.place for row in rows if row.place.rate})
     doubts = [doubt for group in groups for name, run in group.items() for doubt in why.doubt(run, name)]
     return [*why.against_first(groups)[:_EXPLAINED], *doubts[:_EXPLAINED]]

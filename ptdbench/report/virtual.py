@@ -122,12 +122,15 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
             "buffers; outside: CUDA context and NCCL buffers; simulated: "
             + "; ".join(dict.fromkeys(map(_stands_for, simulated)))
         )
-    if timed := [record.predicted for record in records if record.predicted.step_seconds]:
-        level = max((one.high or 0.0) / (one.step_seconds or 1.0) - 1 for one in timed)
+    timed = [record.predicted for record in records if record.predicted.step_seconds]
+    levels = grouped((step.anchor, (step.high or 0.0) / (step.step_seconds or 1.0) - 1) for step in timed)
+    for anchor, shares in levels.items():
+        sets = f"{anchor} sets their level" if anchor else "no measured run sets their level"
         yield (
-            f"predicted: step ms and tokens/s may all be {level:.0%} off together: no measured run sets their level, "
+            f"predicted: step ms and tokens/s may all be {max(shares):.0%} off together: {sets}, "
             "which the ratio vs best does not depend on; #: ranks, simultaneous 95 % confidence"
         )
+    if levels:
         yield "host work is counted, and costed as that of a fast server; data loading and checkpoints are left out"
     if any(record.option("eval.every", int) for record in simulated):
         yield "evaluation (eval.every) is left out: a batch of it, of eval.micro_batch samples, may need more"
@@ -214,6 +217,10 @@ def _predicted(record: RunRecord, width: int) -> Iterator[str]:
     for title, seconds in (("made of", parts), ("phases", shown)):
         rows = [[name, three_digits(1e3 * of), f"{of / sum(seconds.values()):.1%}"] for name, of in seconds.items()]
         yield drawn([title, "ms", "share"], rows, width, words=[title])
+    if step.twice_as_fast:
+        share = {name: 1 - of / step.step_seconds for name, of in step.twice_as_fast.items()}
+        gains = (f"{name} {share[name]:.1%} ({three_digits(1e3 * of)} ms)" for name, of in step.twice_as_fast.items())
+        yield wrap(f"saved of the step if twice as fast: {', '.join(gains)}", width)
     if step.guessed_bytes:
         yield wrap(f"{size_text(step.guessed_bytes)} that kernels move in this step are a guess", width)
 

@@ -318,9 +318,9 @@ def _of_one_number(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _model(config: Config, example: Callable[[], tuple[Any, Tensor]]) -> Model:
     call = config.call("model")
-    options = {name: value for name, value in call.options.items() if name != foreign.PLAN}
+    options = {name: value for name, value in call.options.items() if name not in (foreign.PLAN, "criterion")}
     try:
-        choices.check(replace(call, options=options), "model")
+        choices.check(replace(call, options=options), "model", "criterion")
     except ConfigError as error:
         raise _meant_for_another(call, error) from None
     seed = config.resolved["seed"]  # not from config.general, where another option may be wrong

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptdbench.kernels.batchnorm import synchronize_batchnorm
@@ -13,16 +14,34 @@ from tests.parallel.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
+
+class Rectified(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d, which also counts batches itself."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        running, own = (self.running_mean, self.running_var), (self.weight, self.bias)
+        return F.batch_norm(input, *running, *own, self.training, self.momentum, self.eps).relu()
+
+
+class Doubled(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "average of all batches": {"momentum": None},
     "nothing to train": {"affine": False},
     "nothing tracked": {"track_running_stats": False},
+    "rectified": {"kind": Rectified},
+    "doubled": {"kind": Doubled},
 }
 
 
 def layer(options: dict[str, Any]) -> nn.BatchNorm2d:
-    made = nn.BatchNorm2d(3, **options)
+    made = options.get("kind", nn.BatchNorm2d)(3, **{name: options[name] for name in options if name != "kind"})
     if made.affine:
         with torch.no_grad():
             made.weight.copy_(torch.tensor([0.5, 1.0, 2.0]))

@@ -403,3 +403,13 @@ def test_scalars_get_a_dimension_unless_that_changes_the_loss(is_stacked):
     scaled = build({"_target_": target(Scaled), "is_stacked": is_stacked}, seed=1, example=example).module
     assert [scaled.first.shape, scaled.second.shape] == [() if is_stacked else (1,)] * 2
     assert [scaled.first.item(), scaled.second.item()] == [0, 1]
+
+
+def test_a_criterion_replaces_the_loss():
+    criterion = {"_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1}
+    model = build({"_target_": target(Plain), "criterion": criterion}, seed=1, example=example)
+    inputs, classes = batch()
+    expected = F.cross_entropy(model(inputs), classes, label_smoothing=0.1)
+    torch.testing.assert_close(model(inputs, classes), expected)
+    with pytest.raises(ConfigError, match="computes its loss itself"):
+        build({"_target_": target(TakesTargets), "criterion": criterion}, seed=1, example=example)

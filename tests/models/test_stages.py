@@ -228,6 +228,11 @@ def drops(self, x):
     return self.third(self.second(functional.dropout(self.first(x), training=self.training)))
 
 
+def by_table(self, inputs):
+    """Reads a table's weight, as DeBERTa does for relative positions."""
+    return Net.forward(self, inputs * self.table.weight[1])
+
+
 def twice(self, x):
     """What is between two calls of a layer belongs to the same stage."""
     return self.third(self.second(self.dropout(self.second(self.first(x)))))
@@ -242,6 +247,7 @@ def twice(self, x):
             Patched,
             [["token"], ["net.stem"], ["net.shift"], *([f"net.blocks.{number}"] for number in range(3)), ["net.head"]],
         ),
+        (net(by_table, table=nn.Embedding(2, 6)), [["table.weight"], *STEM_TO_HEAD]),
         (sequential, [["1"], ["3"]]),
         (Plain, [["first"], ["second"], ["third"]]),
         (plain(by_default), [["first"], ["second"], ["third"]]),

@@ -11,6 +11,7 @@ from itertools import count
 from string import Template
 from typing import Any
 
+from ptdbench.comparison import predictions
 from ptdbench.comparison.alternatives import of_sweeps, sweep_of
 from ptdbench.files import strict
 from ptdbench.grouping import grouped
@@ -122,6 +123,7 @@ def _row(row: Row, environments: Environments) -> dict[str, object]:
         **{one.field or one.name: one.value(row) for one in columns.COLUMNS},
         "texts": {one.name: text for one in columns.COLUMNS if (text := one.cell(row)) != MISSING},
         "parallel": record.parallel,
+        "predicted_rate": predictions.rate_of(record) or None,
         "low": None if rate is None or margin is None else rate / (1 + margin),
         "high": None if rate is None or margin is None else rate * (1 + margin),
         "ratio_low": against and against.low,

@@ -33,6 +33,12 @@ const kindOf = (row) => (presets.length > 1 ? presets.indexOf(row.parallel) : ro
 const colorOf = (row) => COLORS[kindOf(row) % COLORS.length];
 const symbolOf = (row) => SYMBOLS[kindOf(row) % SYMBOLS.length];
 
+/** The rate of a row, and what is said of it: measured, or predicted where nothing is. */
+const rateOf = (row) => row.rate || row.predicted_rate;
+const isPredicted = (row) => !row.rate;
+const rateText = (row, unit) =>
+  isPredicted(row) ? `${digits(row.predicted_rate)} ${unit}/s, predicted` : `${row.texts.throughput} ${unit}/s`;
+
 /** A dash for each color, and another one for each further line of it. */
 function dashes() {
   const seen = {};
@@ -125,17 +131,18 @@ const barTrace = (bars, lengthOf, told, more) => ({
 });
 
 function drawThroughput(model, all) {
-  const rows = all.filter((row) => row.rate);
+  const rows = all.filter(rateOf);
   if (!rows.length) return null;
   const bars = rows.slice(0, MOST_BARS);
-  const more = { error_x: intervals(bars), marker: { color: bars.map(colorOf) } };
-  const told = (row) => `${row.texts.throughput} ${model.unit}/s`;
+  const pattern = { shape: bars.map((row) => (isPredicted(row) ? "/" : "")), fillmode: "replace" };
+  const more = { error_x: intervals(bars), marker: { color: bars.map(colorOf), pattern } };
+  const told = (row) => rateText(row, model.unit);
   return {
-    traces: [barTrace(bars, (row) => row.rate, told, more)],
+    traces: [barTrace(bars, rateOf, told, more)],
     layout: barLayout(bars, `${model.unit}/s`, { showlegend: false }),
     note: notAll(bars, rows),
-    head: ["configuration", `${model.unit}/s`, "low", "high", "ratio", "ratio low", "ratio high", "runs"],
-    rows: rows.map((row) => [...pick(row, "name rate low high ratio ratio_low ratio_high"), row.runs.length]),
+    head: ["configuration", `${model.unit}/s`, "low", "high", "ratio", "ratio low", "ratio high", "predicted", "runs"],
+    rows: rows.map((row) => [...pick(row, "name rate low high ratio ratio_low ratio_high predicted_rate"), row.runs.length]),
   };
 }
 
@@ -298,7 +305,7 @@ function paretoFront(rows) {
 }
 
 function drawMemory(model, all) {
-  const rows = all.filter((row) => row.rate && row.memory);
+  const rows = all.filter((row) => rateOf(row) && row.memory);
   if (rows.length < 2) return null;
   const front = new Set(paretoFront(rows));
   const isNamed = front.size <= MOST_NAMED;
@@ -311,12 +318,12 @@ function drawMemory(model, all) {
     mode: isNamed ? "markers+text" : "markers",
     name: plainly(String(preset)),
     x: group.map((row) => row.memory / 2 ** 30),
-    y: group.map((row) => row.rate),
+    y: group.map(rateOf),
     text: group.map((row) => (front.has(row) ? plainly(short(row.name, 40)) : "")),
     textposition: group.map((row) => (row.memory > middle ? "bottom left" : "bottom right")),
-    hovertext: group.map((row) => `${plainly(row.name)}: ${row.texts.memory_mib}, ${row.texts.throughput} ${model.unit}/s`),
+    hovertext: group.map((row) => `${plainly(row.name)}: ${row.texts.memory_mib}, ${rateText(row, model.unit)}`),
     hoverinfo: "text",
-    marker: { color: group.map(colorOf), symbol: group.map(symbolOf), size: rows.length <= 200 ? 10 : 6 },
+    marker: { color: group.map(colorOf), symbol: group.map((row) => symbolOf(row) + (isPredicted(row) ? "-open" : "")), size: rows.length <= 200 ? 10 : 6 },
     cliponaxis: false,
   }));
   const ends = [...front];
@@ -325,7 +332,7 @@ function drawMemory(model, all) {
     mode: "lines",
     name: "Pareto front",
     x: ends.map((row) => row.memory / 2 ** 30),
-    y: ends.map((row) => row.rate),
+    y: ends.map(rateOf),
     line: { color: "#666666", dash: "dot", shape: "vh" },
     hoverinfo: "skip",
   });
@@ -338,7 +345,7 @@ function drawMemory(model, all) {
     ),
     note: isFromZero ? "memory of whole processes" : "",
     head: ["configuration", "memory (bytes)", `${model.unit}/s`, "on the Pareto front"],
-    rows: rows.map((row) => [row.name, row.memory, row.rate, front.has(row) ? "yes" : "no"]),
+    rows: rows.map((row) => [row.name, row.memory, rateOf(row), front.has(row) ? "yes" : "no"]),
   };
 }
 

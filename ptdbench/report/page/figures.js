@@ -4,7 +4,7 @@ const FIGURES = [
   {
     id: "throughput",
     title: "Throughput",
-    about: "Geometric mean over runs, with its 95 % interval if there are at least three.",
+    about: "Geometric mean over runs, with its 95 % interval if there are at least three. Hatched: predicted.",
     draw: drawThroughput,
   },
   {
@@ -32,7 +32,7 @@ const FIGURES = [
   {
     id: "memory",
     title: "Memory vs throughput",
-    about: "Upper left is better. On the dotted Pareto front, no other row is both faster and smaller.",
+    about: "Upper left is better. On the dotted Pareto front, no other row is both faster and smaller. Hollow: predicted.",
     draw: drawMemory,
   },
   {

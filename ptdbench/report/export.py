@@ -1,0 +1,132 @@
+"""What won, for another program: torch's own calls, accelerate's YAML, torchtitan's options, from ``export.yaml``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import Degrees
+from ptdbench.parallel.options import Options
+from ptdbench.problems import Problem, require
+from ptdbench.records.run_record import RunRecord
+
+#: Options beside those of ``parallel`` that a layout may consist of, and the values that need no word.
+_PLAIN = {
+    "activations.name": "keep", "activations.every": 1, "activations.products": 2, "precision": "fp32",
+    "compile": False, "offload": "none", "train.clip_norm": None, "kernels": "torch",
+}  # fmt: skip
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def export(run: RunRecord, target: str) -> tuple[str, list[str]]:
+    """Return a run's layout as the configuration of another program, which begins with remarks, and the remarks.
+
+    Raises:
+        ConfigError: The program has no such layout.
+    """
+    table: Any = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("export.yaml")))
+    plan, row = BatchPlan.of(run.written["layout"]), table[target]
+    degrees = {name: size for name, size in plan.dims.degrees().items() if size > 1}
+    alien = [name for name in degrees if name not in row["degrees"]]
+    if target == "accelerate" and {"tensor", "context"} & {*degrees} and "shard" not in degrees:
+        alien = alien or [*degrees]  # it splits products and sequences of sharded weights only
+    able = [name for name, other in table.items() if name != target and {*degrees} <= {*other["degrees"]}]
+    rule = f"cannot be told {' and '.join(f'{name}={degrees[name]}' for name in alien)} of {run.directory}"
+    require(Problem("--to", target, rule, f"try {' or '.join(able)}") if alien else None)
+    options = _options(run)
+    known = row["options"] | (row.get("sharded_options", {}) if options.shards(plan.dims) else {})
+    lost = [
+        f"{name.removesuffix('.name')}={value}"
+        for name, value in _differing(run, options, degrees)
+        if name not in known or (known[name] and value not in known[name])
+    ]
+    shown = ", ".join(f"{name}={size}" for name, size in degrees.items()) or "one rank"
+    remarks = [
+        f"not carried over: {', '.join(lost) or 'nothing of the layout'}",
+        "not part of it: model, data, optimizer and learning rate",
+    ]
+    head = f"{run.directory} for {target}: {shown}; {row['start']}"
+    body = _filled(row["text"], _values(run, plan, options), _words(run, plan, options))
+    return "".join(f"# {line}\n" for line in (head, *remarks)) + body, remarks
+
+
+def _options(run: RunRecord) -> Options:
+    given = run.config["parallel"]
+    return Options(**{option.name: given[option.name] for option in fields(Options) if option.name in given})
+
+
+def _differing(run: RunRecord, options: Options, degrees: dict[str, int]) -> Iterator[tuple[str, Any]]:
+    """Yield the options that have an effect, and differ from what other programs do by default."""
+    rows = Degrees.rows()
+    idle = {name for degree, row in rows.items() if degree not in degrees for name in row.options} | {*rows}
+    for option in fields(Options):
+        value = getattr(options, option.name)
+        # Other programs exchange keys and values in context parallelism.
+        if option.name not in idle and (value != option.default or option.name == "context_method"):
+            yield f"parallel.{option.name}", value
+    for name, plain in _PLAIN.items():
+        if (value := run.option(name, Any)) not in (None, plain):
+            yield name, value
+
+
+def _words(run: RunRecord, plan: BatchPlan, options: Options) -> set[str]:
+    """Return the words that hold, which select lines of a text."""
+    dims, compiled, kept = plan.dims, run.option("compile", Any), run.option("activations.name", str)
+    is_sharded = options.shards(dims)
+    words = {
+        "sharded": is_sharded, "whole_weights": not is_sharded, "several": dims.world_size > 1,
+        "alone": not is_sharded and dims.world_size == 1, "stages": dims.pipeline > 1,
+        "cuda": bool(run.environment.devices), "cpu": not run.environment.devices,
+        "compressed": not is_sharded and options.sent != "fp32",
+        "frees": bool(options.reshard_after_forward), "keeps": not options.reshard_after_forward,
+        "sequence": options.sequence, "whole_sequences": not options.sequence,
+        "compile": bool(compiled), "compile_whole": compiled == "whole", "autotune": compiled == "autotune",
+        "compile_layers": bool(compiled) and compiled != "whole",
+        "recompute": kept == "recompute", "selective": kept == "selective",
+        "kept": kept not in ("recompute", "selective"), "offload": run.option("offload", str) not in (None, "none"),
+        "clip": bool(run.option("train.clip_norm", Any)), "tokens": bool(run.tokens_per_sample),
+    }  # fmt: skip
+    return {word for word, holds in words.items() if holds}
+
+
+def _values(run: RunRecord, plan: BatchPlan, options: Options) -> dict[str, object]:
+    """Return the values that a text refers to."""
+    dims, words, precision = plan.dims, _words(run, plan, options), run.precision or "fp32"
+    mesh = {f"dp_{name}": size for name in ("replicate", "shard") if (size := getattr(dims, name)) > 1}
+    mesh = mesh or {"dp_replicate": 1}
+    narrow, every = precision == "bf16", run.option("activations.every", int) or 1
+    bucket = min(max((run.parameters or 0) * 4 / 2**20 / 20, 25.0), 100.0)  # as ddp.bucket_size
+    return {
+        **dims.degrees(), "shape": (*mesh.values(),), "names": f"({', '.join(map(json.dumps, mesh))},)",
+        "world_size": dims.world_size,
+        "nodes": len(run.nodes) or 1, "micro_batch": plan.micro_batch, "accumulation": plan.accumulation,
+        "local_batch": plan.micro_batch * plan.microbatches, "global_batch": plan.global_batch,
+        "length": run.tokens_per_sample, "clip_norm": run.option("train.clip_norm", Any),
+        "recomputed": "layers" if every == 1 else f"layers[::{every}]",
+        "mode": 'mode="max-autotune-no-cudagraphs"' if "autotune" in words else "",
+        "dtype": "torch.bfloat16" if narrow else None, "sent": f"torch.{_DTYPES[options.sent]}",
+        "offload_policy": "CPUOffloadPolicy" if "offload" in words else "OffloadPolicy",
+        "reshard": options.reshard_after_forward,
+        "bucket_mb": bucket if options.bucket_mb == "auto" else options.bucket_mb,
+        "view": options.gradient_as_bucket_view, "static_graph": options.has_static_graph(plan),
+        "find_unused": options.static_graph == "find_unused", "gradients": options.sent,
+        "autocast": narrow and "whole_weights" in words, "matmul": "high" if precision == "tf32" else "highest",
+        "mixed": precision if precision in ("bf16", "fp16") else "no", "param": _DTYPES["bf16" if narrow else "fp32"],
+        "schedule": options.pipeline_schedule.kind.__name__.removeprefix("Schedule"),
+    }  # fmt: skip
+
+
+def _filled(text: str, values: dict[str, object], words: set[str]) -> str:
+    """Return the lines whose words all hold, with the values."""
+    lines = (re.match(r"(.*?)(?:  #\? (.*))?$", line) for line in text.splitlines())
+    kept = "".join(f"{line[1]}\n" for line in lines if line and {*(line[2] or "").split()} <= words)
+    return Template(kept).substitute(values)
