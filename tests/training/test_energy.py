@@ -13,7 +13,7 @@ from ptdbench.training import energy as module
 from ptdbench.training.energy import Counted, EnergyMeter, Gpu, energy
 
 #: As NVML describes it, with another process.
-GPU = gpu_state.Gpu(*[None] * 13)
+GPU = gpu_state.Gpu(*[None] * len(gpu_state.Gpu.__struct_fields__))
 GPU.uuid, GPU.processes = "GPU-a", 2
 
 
