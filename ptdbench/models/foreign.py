@@ -250,7 +250,8 @@ class Adapted(nn.Module):
             if isinstance(part, nn.ModuleList | nn.Sequential) and blocks.issuperset(part.children()):
                 lists[part] = part._modules
                 first = {str(child): name for name, child in reversed(part._modules.items())}.values()
-                part._modules = {name: child for name, child in part._modules.items() if name in first}
+                kept = {name: child for name, child in lists[part].items() if name in first}
+                part._modules = kept  # type: ignore[assignment]
         try:
             return Adapted(copy.deepcopy(self.module), self._example, self._plan)
         finally:
