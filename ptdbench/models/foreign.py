@@ -66,9 +66,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models.blocks import repeated
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss, module_of
-from ptdbench.models.scalars import widen
 from ptdbench.models.stages import NoStages, Runner, Stages
 from ptdbench.models.state import preserved, without_values
+from ptdbench.models.trial import widen_scalars
 from ptdbench.nested import first_tensor, with_samples
 from ptdbench.problems import Problem, first_line, require
 
@@ -120,7 +120,7 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
             rule = f"{type(module).__name__} computes its loss itself"
             require(Problem("criterion", type(criterion).__name__, rule, "omit it"))
         model.__dict__["criterion"] = criterion
-    widen(module_of(model), example)
+    widen_scalars(module_of(model), example)
     return model
 
 

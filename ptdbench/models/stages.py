@@ -40,19 +40,14 @@ _SAMPLES = (2, 3)
 
 
 class NoStages(Exception):
-    """The reason why a module cannot be split into stages, a clause; ``remedy``: what its author can do."""
+    """The reason why a module cannot be split into stages, a clause.
 
-    def __init__(self, reason: str, remedy: str = "define parts()") -> None:
+    ``remedy``: what its author can do; ``outside``: the name of a weight that is used outside its unit.
+    """
+
+    def __init__(self, reason: str, remedy: str = "define parts()", outside: str = "") -> None:
         super().__init__(reason)
-        self.remedy = remedy
-
-
-class _Outside(NoStages):
-    """A weight of a unit is used outside it."""
-
-    def __init__(self, weight: str) -> None:
-        super().__init__(f"it uses {weight} outside the module that owns it")
-        self.weight = weight
+        self.remedy, self.outside = remedy, outside
 
 
 class Stages:
@@ -78,7 +73,7 @@ class Stages:
                 break
             except NoStages as reason:
                 reasons.append(reason)
-                owner = module.get_submodule(getattr(reason, "weight", "").rpartition(".")[0])
+                owner = module.get_submodule(reason.outside.rpartition(".")[0])
                 if owner in (module, *layers, *opened) or [*owner.children()]:
                     raise reasons[0] from None
                 opened.append(owner)  # a table that code around it reads, for one
@@ -157,7 +152,7 @@ class Stages:
             raise NoStages("it calls its submodules in another order in training")
         owned = {*self._units, *self._loose}
         if outside := next((name for group in names for name in group if name not in owned), None):
-            raise _Outside(outside)
+            raise NoStages(f"it uses {outside} outside the module that owns it", outside=outside)
         last = {name: place for place, group in enumerate(names) for name in group}
         self._pieces: list[list[str]] = [[]]
         self._starts: dict[bool, list[int]] = {mode: [0] for mode in weighted}
