@@ -62,7 +62,7 @@ DAILY = [
     ("toy", 2, "parallel=pdp parallel.schedule=gpipe parallel.microbatches=4"),
     ("resnet", 3, "parallel=ddp parallel.sync_batchnorm=true"),
     ("clipped", 8, "parallel=3d parallel.microbatches=4"),
-    ("clipped", 4, "parallel=fsdp parallel.context=2"),
+    ("clipped", 4, "parallel=cp"),
     ("muon", 2, "parallel=ddp parallel.optimizer=zero1 train.micro_batch=2"),
     ("muon", 4, "parallel=fsdp parallel.tensor=2 parallel.sequence=true"),  # matrices are cut in both dimensions
     ("gpt", 2, "parallel=pdp precision=bf16"),
@@ -87,6 +87,7 @@ THOROUGH = [
     ("toy", 2, "parallel=pdp parallel.microbatches=4"),
     ("resnet", 2, "parallel=fsdp parallel.sync_batchnorm=true"),
     ("clipped", 4, "parallel=fsdp parallel.pipeline=2 parallel.microbatches=4 train.micro_batch=1"),
+    ("clipped", 4, "parallel=fsdp parallel.context=2"),
     ("clipped", 4, "parallel=tp parallel.sequence=true train.micro_batch=4"),
     ("clipped", 8, "parallel=hsdp parallel.pipeline=2 parallel.microbatches=3"),
     *(("muon", 4, f"parallel={preset}") for preset in ("ddp", "fsdp", "hsdp", "pdp")),

@@ -31,7 +31,8 @@ The module may define these methods, all optional:
     Pairs of full parameter names in different parts that are one weight. Default: parameters that are one object.
 ``roles()``
     The roles of modules under tensor or context parallelism, a dict from full name to
-    :class:`ptdbench.models.protocol.Role`, or only to its kind, such as ``colwise`` or ``rowwise``. Default: none.
+    :class:`ptdbench.models.protocol.Role`, or only to its kind, such as ``colwise`` or ``rowwise``. Default: by the
+    option ``model.tp_plan``, or transformers' plan of the class, or by structure (``ptdbench.models.plans``).
 ``train_flops()``
     FLOPs of forward and backward pass for one sample, a dict by part. Default: counted on the meta device, including
     what the module itself recomputes; ``activations=recompute`` is not counted.
@@ -46,6 +47,7 @@ The module may define these methods, all optional:
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -64,6 +66,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
+from ptdbench.models import plans
 from ptdbench.models.blocks import repeated
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss, module_of
 from ptdbench.models.stages import NoStages, Runner, Stages
@@ -79,12 +82,16 @@ _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 PREFIX = "module."
 
+#: The option of a model that is no argument of its constructor.
+PLAN = "tp_plan"
+
 
 def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example]) -> Model:
     """Build the model that ``config`` describes: on the meta device if it has ``reset``, else with its weights.
 
     Args:
-        config: A class or function under ``_target_``, and its arguments; ``criterion`` is the loss if it takes none.
+        config: A class or function under ``_target_``, and its arguments; under ``tp_plan`` a plan, see
+            :mod:`ptdbench.models.plans`; under ``criterion`` the loss, unless it is one of the arguments.
         seed: The run's seed, for a module whose constructor initializes it.
         example: ``(inputs, targets)`` of one sample on the meta device; see ``Data.example``.
 
@@ -92,6 +99,7 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
         hydra.errors.InstantiationException: The constructor raised; the cause is its exception.
         ConfigError: A weight is not fp32, or has no shape yet.
     """
+    plan, config = config.get(PLAN), {name: value for name, value in config.items() if name != PLAN}
     target = hydra.utils.get_object(config["_target_"])
     criterion = None
     if "criterion" in config and "criterion" not in inspect.signature(target).parameters:
@@ -114,7 +122,11 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
             remedy = "try +model.dtype=float32" if loads else "return it as .float()"
             rule = f"{name} is {dtype}, but weights must be fp32 under every precision"
             require(Problem("_target_", config["_target_"], rule, remedy))
-    model = adapt(module, example)
+    if plan is not None and hasattr(module, "roles"):
+        require(Problem(PLAN, plan, "the class says by roles() what ranks split", "omit it"))
+    if plan is not None:
+        plans.expand(module, plan)
+    model = adapt(module, example, plan)
     if criterion is not None:
         if not isinstance(model, Adapted) or model.loss is None:
             rule = f"{type(module).__name__} computes its loss itself"
@@ -124,11 +136,11 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
     return model
 
 
-def adapt(module: nn.Module, example: Callable[[], Example]) -> Model:
+def adapt(module: nn.Module, example: Callable[[], Example], plan: Mapping[str, str] | None = None) -> Model:
     """Return ``module`` itself if it implements the protocol :class:`Model`, else a wrapper that does."""
-    if not hasattr(module, "roles"):  # optional, even if all other methods exist
+    if plan is None and not hasattr(module, "roles"):  # optional, even if all other methods exist
         module.roles = dict  # type: ignore[assignment]
-    return module if isinstance(module, Model) else Adapted(module, example)
+    return module if isinstance(module, Model) else Adapted(module, example, plan)
 
 
 class Adapted(nn.Module):
@@ -136,13 +148,17 @@ class Adapted(nn.Module):
 
     #: Why the module has no :meth:`parts`, and what its author can do; set once they are requested.
     unsplit: tuple[str, str] | None = None
+    undivided: str | None = None  #: Why the module has no roles; set once they are requested.
 
-    def __init__(self, module: nn.Module, example: Callable[[], Example]) -> None:
+    def __init__(
+        self, module: nn.Module, example: Callable[[], Example], plan: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__()
         self.module = module
         self.training = module.training  # as the constructor left it, see :class:`ptdbench.models.state.Modes`
         self._example = example
         self.__dict__["criterion"] = None  # the loss of outputs and targets that is given; no part of the module
+        self._plan = plan or getattr(module, "_tp_plan", None)  # Hugging Face
         takes = inspect.signature(module.forward).parameters
         self.takes = [*takes]  #: Names of what its forward takes.
         self._takes_targets = "targets" in takes
@@ -236,8 +252,35 @@ class Adapted(nn.Module):
         return _scalar(criterion(outputs, targets))
 
     def roles(self) -> dict[str, Role]:
-        """Return the roles that the module names."""
-        return _prefixed((self._method("roles") or dict)())
+        """Return the roles that the module names, else those by a plan or by structure; empty: see ``undivided``."""
+        return _prefixed(roles() if (roles := self._method("roles")) else self._planned)
+
+    def shortened(self) -> Adapted | None:
+        """Return a copy with the first of equal blocks in each list, to prove its plan; ``None``: it has own roles."""
+        if self._method("roles"):
+            return None
+        blocks, lists = {*self.layers()}, dict[nn.Module, dict[str, nn.Module | None]]()
+        for part in self.module.modules():
+            if isinstance(part, nn.ModuleList | nn.Sequential) and blocks.issuperset(part.children()):
+                lists[part] = part._modules
+                first = {str(child): name for name, child in reversed(part._modules.items())}.values()
+                part._modules = {name: child for name, child in part._modules.items() if name in first}
+        try:
+            return Adapted(copy.deepcopy(self.module), self._example, self._plan)
+        finally:
+            for part, modules in lists.items():
+                part._modules = modules
+
+    @cached_property
+    def _planned(self) -> dict[str, Role]:
+        """Roles by a plan, computed before a layout replaces the layers."""
+        try:
+            kinds = plans.expand(self.module, self._plan or {}, in_part=True)
+            roles = plans.roles(self, self._example(), _prefixed(kinds))
+            return {name.removeprefix(PREFIX): role for name, role in roles.items()}
+        except ValueError as reason:
+            self.undivided = first_line(reason)
+            return {}
 
     def train_flops(self) -> dict[str, float]:
         """Return the module's own figures, else PyTorch's count for one sample, under the key ``module``.

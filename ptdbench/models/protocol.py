@@ -11,7 +11,8 @@ from torch import Generator, Tensor, nn
 
 #: The roles of modules, see :class:`Role`.
 Kind = Literal[
-    "colwise", "rowwise", "vocabulary", "loss", "sequence", "scatter", "replicated", "local_colwise", "split_sequence",
+    "colwise", "rowwise", "vocabulary", "colwise_gather_output", "rowwise_split_input", "loss", "sequence", "scatter",
+    "replicated", "local_colwise", "split_sequence",
     "experts", "positions", "attention",
 ]  # fmt: skip
 
@@ -25,6 +26,8 @@ class Role:
     #: - ``colwise``: a column-wise linear layer: each rank computes some outputs, from all inputs.
     #: - ``rowwise``: a row-wise linear layer: each rank takes some inputs; the ranks' outputs are summed, and the bias
     #:   is added once.
+    #: - ``colwise_gather_output``: like ``colwise``, but ranks gather the outputs: what takes them computes whole.
+    #: - ``rowwise_split_input``: like ``rowwise``, but of whole inputs, of which each rank takes some.
     #: - ``vocabulary``: an embedding or a projection to logits: each rank has some tokens.
     #: - ``loss``: an ``nn.CrossEntropyLoss``, or a ``ptdbench.kernels.linear_cross_entropy.LinearCrossEntropy``, over
     #:   a split vocabulary.

@@ -280,7 +280,7 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
     summands: set[nn.Parameter] = set()
     for name, role in roles_of(work.model).items():
         size = outputs[name] * _bytes_per_sample(work)
-        if role.kind in ("sequence", "rowwise"):
+        if role.kind in ("sequence", "rowwise", "rowwise_split_input"):
             yield {"reduce_scatter": size, "all_gather": size} if sequence else {"all_reduce": size}
         elif role.kind == "split_sequence" and not sequence:
             yield _unknown("all_gather", "all_reduce")
@@ -288,7 +288,7 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
             yield {"all_gather": size}
         elif role.kind == "vocabulary" and isinstance(module.get_submodule(name), nn.Embedding):
             yield {"all_reduce": size}
-        elif role.kind == "vocabulary" and size and gathers_logits(work.model):
+        elif role.kind in ("vocabulary", "colwise_gather_output") and size and gathers_logits(work.model):
             yield _unknown("all_gather", "reduce_scatter", "all_reduce")
         elif role.kind == "loss":
             tokens = work.example[1].numel() * work.layout.replica_batch / work.layout.dims.context

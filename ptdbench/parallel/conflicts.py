@@ -74,8 +74,8 @@ def of_degrees(options: Options) -> list[Row]:
     """Return options that have no effect, or not the requested one, under the requested degrees."""
     is_one = {name: degree == 1 for name, degree in options.degrees().items()}
     is_set = {name: getattr(options, name) != default for name, default in _DEFAULTS.items()}
-    # A degree of auto counts as above 1, as it is on several ranks.
-    dims = Dims(**{name: 2 if degree == "auto" else degree for name, degree in options.degrees().items()})
+    # A degree that is derived counts as above 1, as it is on several ranks.
+    dims = Dims(**{name: degree if isinstance(degree, int) else 2 for name, degree in options.degrees().items()})
     # DDP also averages gradients over ranks that share a sequence, and FSDP also shards weights over them.
     ignored = is_one | {"replicate": not options.replicates(dims), "shard": not options.gathers_weights(dims)}
     reshards_to_group = not isinstance(options.reshard_after_forward, bool)
@@ -190,6 +190,13 @@ def of_model(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
             return
 
 
+def divides(options: Options, model: Model, dims: Dims) -> bool:
+    """Whether the ranks of tensor and context parallelism divide what they share of a model, such as its heads."""
+    products = _of_products(options, model, dims) if dims.tensor > 1 else ()
+    positions = _of_positions(options, model, dims) if dims.context > 1 else ()
+    return not any(row[0] for row in (*products, *positions))
+
+
 def of_sample(options: Options, inputs: Any, targets: Tensor, dims: Dims) -> list[Row]:
     """Return the reasons why ranks cannot share the positions of a sample, ``[batch, length]``."""
     if not options.applies("context", dims):
@@ -239,7 +246,8 @@ def _of_products(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     roles = {name: role for name, role in roles_of(model).items() if role.kind in styles}
     kinds = {role.kind for role in roles.values()}
     is_split = not kinds.isdisjoint(tensor.DIMENSIONS)
-    yield not is_split, "tensor", "needs a model whose roles() name layers to split", _UNDIVIDED
+    reason = getattr(model, "undivided", None) or "needs a model whose roles() name layers to split"
+    yield not is_split, "tensor", reason, _UNDIVIDED
     yield (is_split and options.sequence and "scatter" not in kinds, "sequence",
            "needs a model whose roles() name a module to scatter: the start of its residual stream",
            "try false")  # fmt: skip

@@ -13,8 +13,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from ptdbench.problems import Problem, divisors, require, try_these
 
-#: A requested degree.
-Size = int | Literal["auto"]
+#: A requested degree: ``auto`` follows from the number of ranks, ``node`` from the nodes, see :func:`sizes_by_node`.
+Size = int | Literal["auto", "node"]
 T = TypeVar("T", bound=Size)
 D = TypeVar("D", bound="Dims")
 
@@ -64,7 +64,7 @@ class Degrees(Generic[T]):
     )  # fmt: skip
     context: T = degree(
         "Ranks that split each sequence.", "c", "cp", divides=("positions", "weights"), place=3,
-        preset="parallel.context=2", options=("context_method",),
+        preset="parallel=cp", options=("context_method",),
     )  # fmt: skip
     tensor: T = degree(
         "Ranks that split each matrix product.", "t", "tp", divides=("products",), place=4, derived=1,
@@ -199,7 +199,7 @@ def derive(
     """
     rows = kind.rows()
     factors = {name: wanted[name] for name in rows if not rows[name].regroups}
-    sizes = {name: size for name, size in factors.items() if size != "auto"}
+    sizes = {name: size for name, size in factors.items() if isinstance(size, int)}
     derived = auto_degrees(wanted, kind)
     rest, odd = divmod(world_size, math.prod(sizes.values()))
     if odd or (rest != 1 and not derived):
@@ -212,7 +212,7 @@ def derive(
     folds = {name: [getattr(dims, other) for other in row.regroups] for name, row in rows.items() if row.regroups}
     for name, fold in folds.items():
         size = wanted.get(name, 1)
-        sizes[name] = math.gcd(math.prod(fold), units.get(name, 0)) if size == "auto" else size
+        sizes[name] = math.gcd(math.prod(fold), units.get(name, 0)) if not isinstance(size, int) else size
         require(_unfit(name, sizes[name], rows[name], fold))
     return kind(**sizes)
 
@@ -220,7 +220,21 @@ def derive(
 def auto_degrees(wanted: Mapping[str, Size], kind: type[Degrees[Any]] = Degrees) -> list[str]:
     """Return the degrees to derive from the number of ranks, in order."""
     order = {name: row.derived for name, row in kind.rows().items() if row.derived is not None}
-    return sorted((name for name in order if wanted[name] == "auto"), key=lambda name: order[name])
+    return sorted((name for name in order if not isinstance(wanted[name], int)), key=lambda name: order[name])
+
+
+def sizes_by_node(name: str, world_size: int, wanted: Mapping[str, Size], nodes: int) -> list[int]:
+    """Return what a degree of ``node`` may be, the first that suits the model counts.
+
+    One replica per node, or two on a single node; of other degrees, the ranks of a node that the typed degrees leave,
+    and the divisors of their number. Without a degree of ``auto`` it takes all ranks that they leave.
+    """
+    if name == "replicate":
+        return [max(nodes, 2)]
+    rest = world_size // math.prod(size for size in wanted.values() if isinstance(size, int)) or 1
+    if "auto" not in {wanted[other] for other in Dims.order()}:
+        return [rest]
+    return divisors(math.gcd(rest, world_size // nodes))[:0:-1] or [1]
 
 
 def _unfit(name: str, size: int, row: Degree, fold: list[int]) -> Problem | None:
@@ -234,7 +248,7 @@ def _unfit(name: str, size: int, row: Degree, fold: list[int]) -> Problem | None
 
 def _unequal(world_size: int, wanted: Mapping[str, Size]) -> Problem:
     """Return the violated equation as a problem of a degree that can be changed, with values that fit."""
-    product = math.prod(degree for degree in wanted.values() if degree != "auto")
+    product = math.prod(degree for degree in wanted.values() if isinstance(degree, int))
     factors = " x ".join(f"{name}({degree})" for name, degree in wanted.items() if degree != 1)
     relation = factors if "auto" in wanted.values() else f"{factors} = {product}"
     rule = f"{relation} must equal the number of ranks, {world_size}"
@@ -250,7 +264,7 @@ def _unequal(world_size: int, wanted: Mapping[str, Size]) -> Problem:
 
 def _fitting(world_size: int, wanted: Mapping[str, Size], name: str) -> list[int]:
     """Return the values above 1 of one degree that fit the others."""
-    others = math.prod(degree for other, degree in wanted.items() if degree != "auto" and other != name)
+    others = math.prod(degree for other, degree in wanted.items() if isinstance(degree, int) and other != name)
     rest, odd = divmod(world_size, others)
     if odd or rest == 1:
         return []

@@ -46,7 +46,9 @@ class Options(Degrees[Size]):
 
     def shards(self, dims: Dims) -> bool:
         """Whether FSDP2 manages the weights; it also manages replicas of DTensors, which DDP does not support."""
-        return self.applies("shard", dims) or dims.expert > 1 or (dims.tensor > 1 and dims.context * dims.copies > 1)
+        over_context = self.shard == "auto" and dims.context > 1  # all other ranks may be of other degrees
+        over_tensor = dims.tensor > 1 and dims.context * dims.copies > 1
+        return self.applies("shard", dims) or dims.expert > 1 or over_context or over_tensor
 
     def gathers_weights(self, dims: Dims) -> bool:
         """Whether FSDP shards the weights over several ranks, and gathers them."""

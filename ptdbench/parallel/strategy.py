@@ -14,7 +14,7 @@ from ptdbench.parallel import conflicts, context, experts, pipeline_stages
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.compile import start_afresh
-from ptdbench.parallel.dims import Dims, auto_degrees, derive
+from ptdbench.parallel.dims import Dims, auto_degrees, derive, sizes_by_node
 from ptdbench.parallel.engine import Accumulating, Engine
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_engine import Pipelined
@@ -39,7 +39,7 @@ class Strategy(Options):
     """
 
     def __post_init__(self) -> None:
-        given = {name: degree for name, degree in self.degrees().items() if degree != "auto"}
+        given = {name: degree for name, degree in self.degrees().items() if isinstance(degree, int)}
         require(
             *at_least(1, **given, prefetch=self.prefetch, reduce_scatter_buffers=self.reduce_scatter_buffers),
             *conflicts.problems(self, conflicts.of_values(self)),
@@ -48,17 +48,24 @@ class Strategy(Options):
 
     def ranks(self, available: int) -> int:
         """Return the number of ranks if the config does not set it: as many available devices as fit the degrees."""
-        fixed = Dims(**{name: degree for name, degree in self.degrees().items() if degree != "auto"}).world_size
+        wanted = self.degrees() | ({"replicate": 2} if self.replicate == "node" else {})
+        fixed = Dims(**{name: degree for name, degree in wanted.items() if isinstance(degree, int)}).world_size
         return max(available // fixed, 1) * fixed if auto_degrees(self.degrees()) else fixed
 
-    def dims(self, world_size: int, model: Model | None = None) -> Dims:
-        """Derive the degrees for a world size; an ``auto`` expert degree needs the ``model``.
+    def dims(self, world_size: int, model: Model | None = None, nodes: int = 1) -> Dims:
+        """Derive the degrees for ranks on ``nodes``; an ``auto`` expert degree and those of ``node`` need ``model``.
 
         Raises:
             ConfigError: The degrees do not multiply to the world size.
         """
         units = {"expert": experts.units(model)} if model and self.expert == "auto" else {}
-        return derive(world_size, self.degrees(), units=units)
+        wanted = self.degrees()
+        for name in [name for name in Dims.order() if wanted[name] == "node"]:
+            sizes = sizes_by_node(name, world_size, wanted, nodes)
+            typed = {other: degree for other, degree in wanted.items() if isinstance(degree, int)}
+            fits = (size for size in sizes if not model or conflicts.divides(self, model, Dims(**typed | {name: size})))
+            wanted[name] = next(fits, sizes[-1])
+        return derive(world_size, wanted, units=units)
 
     def layout(self, dims: Dims, global_batch: int, micro_batch: int | Literal["auto"]) -> BatchPlan:
         """Split a global batch, a multiple of the number of replicas, over the ranks.

@@ -36,12 +36,17 @@ from ptdbench.parallel.roles import roles_of
 POSITIONS = 1
 
 #: The dimension of a weight that each kind of role splits.
-DIMENSIONS = {"colwise": 0, "local_colwise": 0, "rowwise": 1, "vocabulary": 0}
+DIMENSIONS = {
+    **dict.fromkeys(("colwise", "local_colwise", "colwise_gather_output", "vocabulary"), 0),
+    **dict.fromkeys(("rowwise", "rowwise_split_input"), 1),
+}
 
 
 def gathers_logits(model: Model) -> bool:
-    """Return whether ranks gather the logits that each computes for its share of a vocabulary."""
+    """Return whether ranks gather outputs that each computes for its share, such as logits of a split vocabulary."""
     roles = roles_of(model)
+    if any(role.kind == "colwise_gather_output" for role in roles.values()):
+        return True
     parts = [module_of(model).get_submodule(name) for name, role in roles.items() if role.kind == "vocabulary"]
     has_loss = any(role.kind == "loss" for role in roles.values())
     return not has_loss and any(isinstance(part, nn.Linear) for part in parts)
@@ -114,6 +119,8 @@ def styles(sequence: bool, *, splits_logits: bool = False) -> dict[str, Parallel
         "colwise": ColwiseParallel(),
         "local_colwise": _LocalColwise(),
         "rowwise": RowwiseParallel(output_layouts=shared),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate(), output_layouts=shared),
         "vocabulary": _Vocabulary(output_layouts=logits, use_local_output=not splits_logits),
         "loss": _LossOverVocabulary(),
         "sequence": _Sequence(output_layouts=shared, desired_output_layouts=Replicate(), use_local_output=False),
@@ -203,6 +210,9 @@ class _Vocabulary(ColwiseParallel):
         if not isinstance(module, nn.Embedding):
             return super()._apply(module, device_mesh)
         spread(module, device_mesh, Shard(0), Shard(0))
+        if module.padding_idx is not None:  # the row here whose gradient is omitted, if it is here
+            row = module.padding_idx - device_mesh.get_local_rank() * len(module.weight)
+            module.padding_idx = row if 0 <= row < len(module.weight) else None
         wrap_forward(module, partial(self._look_up_own, module, device_mesh))
         return module
 

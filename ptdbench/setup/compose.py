@@ -49,6 +49,15 @@ _MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.
 #: Modules of the callables in ``conf/`` whose options are all there.
 _SHIPPED = re.compile(r"torch\.|ptdbench\.(?!examples\.)")
 
+#: What to type for names that other programs give to layouts; as choices, a glob would run these twice.
+_ELSEWHERE = {
+    "parallel=dp": "ddp",
+    "parallel=pp": "pdp",
+    "parallel=zero2": "fsdp parallel.reshard_after_forward=false",
+    "parallel=zero3": "fsdp",
+    "parallel=none": "single",
+}
+
 #: Prefix of a sweep's lists that are defined in a file.
 _PARAMS = "hydra.sweeper.params"
 
@@ -415,7 +424,9 @@ def _problem(config_name: str, override: Override, word: str, sound: Sequence[st
     if misplaced := _MISPLACED.match(str(refused)):
         return _of_no_package(misplaced[1], misplaced[2])
     if choices and value not in choices and not (override.package or override.is_delete()):
-        return Problem(name, value, "there is no such choice", try_these(nearest(value, choices) or choices))
+        other = _ELSEWHERE.get(f"{name}={value}")
+        remedy = f"try {other}" if other else try_these(nearest(value, choices) or choices)
+        return Problem(name, value, "there is no such choice", remedy)
     if choices and override.is_add():
         return Problem(word.partition("=")[0], typed, "it already has a choice", f"try {in_shell(name, typed)}")
     if choices or "To append" not in str(refused):

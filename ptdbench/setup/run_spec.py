@@ -129,7 +129,8 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     found.catch(lambda: require(*_in_vain(config, trains or workload is None)))
     found.catch(_check_logger, config, trains)
     on_gpu = device_type == "cuda"
-    trained = found.catch(training_spec.specify, config, world_size, on_gpu=on_gpu) if trains else None
+    nodes = _nodes(config, world)
+    trained = found.catch(training_spec.specify, config, world_size, nodes=nodes, on_gpu=on_gpu) if trains else None
     size = trained.layout.dims.world_size if trained else found.catch(world_size, lambda available: available)
     found.catch(lambda: require(*_unfit_for_search(config, world, virtual)))
     if virtual and size:
@@ -349,6 +350,14 @@ def _world_size(
         require(Problem("cluster.nodes", nodes, "this machine is one node", remedy))
     count = 1 if nodes == "auto" else nodes
     return rule(count * available) if ranks == "auto" else count * ranks
+
+
+def _nodes(config: Config, world: World | None) -> int:
+    """Return the number of nodes; of a launcher that does not tell, as many as ranks like those of this one fill."""
+    if world:
+        return world.nodes or max(world.size // world.local_size, 1)
+    nodes = config.resolved["cluster"].get("nodes", "auto")  # not from config.cluster, where another may be wrong
+    return nodes if isinstance(nodes, int) and nodes > 0 else 1
 
 
 def _differing(config: Config, world: World) -> Iterator[Problem]:

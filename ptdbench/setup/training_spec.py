@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from ptdbench.nested import first_tensor
 from ptdbench.optim.groups import DECAYED, in_groups
 from ptdbench.optim.muon import Muon
 from ptdbench.optim.schedules import Schedule
-from ptdbench.parallel import batch, conflicts
+from ptdbench.parallel import batch, conflicts, proof
 from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
@@ -34,7 +35,7 @@ from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.pipeline_stages import StageSplit, imbalance, split_stages, unrepeated
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.problems import ConfigError, ErrorCollector, Problem, first_line, require, under
+from ptdbench.problems import ConfigError, ErrorCollector, Problem, divisors, first_line, require, under
 from ptdbench.setup import choices
 from ptdbench.setup.config import Call, Config
 
@@ -198,11 +199,13 @@ def build(config: Config, layout: BatchPlan, *, on_gpu: bool, counts: bool) -> T
     return TrainingSpec(config, *parts, model.tied(), pinned, flops)
 
 
-def specify(config: Config, world_size: Callable[[Callable[[int], int]], int], *, on_gpu: bool = False) -> TrainingSpec:
+def specify(
+    config: Config, world_size: Callable[[Callable[[int], int]], int], *, nodes: int = 1, on_gpu: bool = False
+) -> TrainingSpec:
     """Specify a training run.
 
-    ``world_size`` returns the number of ranks, given the strategy's rule for how many devices to use; ``on_gpu`` says
-    whether these are GPUs.
+    ``world_size`` returns the number of ranks, given the strategy's rule for how many devices to use; ``nodes`` is the
+    number of their nodes, and ``on_gpu`` says whether these are GPUs.
 
     Raises:
         ConfigError: With all problems, as far as one can be checked in the presence of another.
@@ -222,7 +225,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int], *
     def layout() -> BatchPlan:
         assert strategy
         asked, size = config.train, world_size(strategy.ranks)
-        dims = under("parallel", strategy.dims, size, model)
+        dims = under("parallel", strategy.dims, size, model, nodes)
         # A micro-batch that must be searched for is not known yet; the search makes its own layouts.
         micro_batch: int | Literal["auto"] = asked.micro_batch if isinstance(asked.micro_batch, int) else "auto"
         under("train", batch.check_share, dims.batch, asked.global_batch, micro_batch)
@@ -235,7 +238,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int], *
     where = found.catch(layout) if strategy else None
     if strategy:
         if model and where:
-            found.catch(lambda: under("parallel", strategy.check, model, where))
+            found.catch(_check_layout, config, strategy, model, where, example())
             found.catch(strategy.check_option, "compile", config.resolved["compile"], where)
             found.catch(strategy.check_option, "offload", config.resolved["offload"], where)
         if data and where:
@@ -345,8 +348,8 @@ def _of_one_number(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _model(config: Config, example: Callable[[], tuple[Any, Tensor]]) -> Model:
     call = config.call("model")
+    options = {name: value for name, value in call.options.items() if name not in (foreign.PLAN, "criterion")}
     try:
-        options = {name: value for name, value in call.options.items() if name != "criterion"}  # see foreign.build
         choices.check(replace(call, options=options), "model", "criterion")
     except ConfigError as error:
         raise _meant_for_another(call, error) from None
@@ -373,6 +376,22 @@ def _check_data(config: Config, model: Model, data: Data, on_gpu: bool) -> None:
             names = ("data=synthetic_inputs, or " * ("config" in built.options), "samples that are a dict of these")
             remedy = f"try {''.join(names)} by data=custom"
         raise ConfigError([Problem("data", given.name, rule, remedy)]) from None
+
+
+def _check_layout(
+    config: Config, strategy: Strategy, model: Model, layout: BatchPlan, example: tuple[Any, Tensor]
+) -> None:
+    """Refuse a model that cannot be laid out this way, or whose ranks would not compute by its plan what one does."""
+    under("parallel", strategy.check, model, layout)
+    if layout.dims.tensor == 1 or not isinstance(model, foreign.Adapted):
+        return
+    part = model.shortened()
+    if part and failure(part, example):  # it counts its blocks
+        part = copy.deepcopy(model)
+    degree = layout.dims.tensor
+    if part and (difference := proof.prove(part, example, divisors(degree)[1])):
+        rule = f"by the plan of model={config.call('model').name}, ranks do not compute what one does: {difference}"
+        require(Problem("parallel.tensor", degree, rule, "give +model.tp_plan, or try parallel=ddp,fsdp"))
 
 
 def _untreated(config: Config, activations: Activations, model: Model) -> Iterator[Problem]:

@@ -60,3 +60,61 @@ class Protocol(OnlyParts):
 
     def reset(self, name, tensor, generator):
         nn.init.normal_(tensor, std=0.4, generator=generator)
+
+
+class Attention(nn.Module):
+    """As timm has it: a fused product of queries, keys and values, reshaped by a number of heads."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.shape = 3, heads, width // heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4)
+        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Apart(nn.Module):
+    """As Llama has it: heads of which some share keys and values."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.head_width, kept = width // heads, width // 2
+        self.q, self.k, self.v = (nn.Linear(width, size) for size in (width, kept, kept))
+        self.o = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        k, v = (heads.repeat_interleave(2, dim=1) for heads in (k, v))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, kind):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = kind(width, heads)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.fc2(self.fc1(self.norm2(x)).relu())
+
+
+class Tokens(nn.Module):
+    """A language model of a user, whose head is its embedding."""
+
+    def __init__(self, width=16, heads=4, kind=Attention, vocabulary=12):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width, padding_idx=1)
+        self.blocks = nn.ModuleList(Block(width, heads, kind) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, inputs):
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)

@@ -53,7 +53,7 @@ def split(*values: Any) -> Any:
         (STAGES_IN_SHARDS, "reduce_scatter_each_microbatch", True, "has no effect under a pipeline, …; try false"),
         ({"shard": 4}, "schedule", "gpipe", f"{NO_EFFECT}=pdp"),
         ({"shard": 4}, "sequence", True, f"{NO_EFFECT}=tp,3d"),
-        ({"shard": 4}, "context_method", "ring", f"{NO_EFFECT}.context=2"),
+        ({"shard": 4}, "context_method", "ring", f"{NO_EFFECT}=cp"),
         ({"shard": 4}, "optimizer", "zero1", f"{NO_EFFECT}=ddp,pdp"),
         *((degrees, "sync_batchnorm", True, f"{NO_EFFECT}=ddp,pdp,fsdp,hsdp")
           for degrees in ({}, {"pipeline": 2}, {"tensor": 2}, {"context": 2})),

@@ -198,11 +198,41 @@ def step_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("options", "available", "ranks"),
-    [({}, 8, 1), ({"replicate": "auto"}, 8, 8), ({"shard": "auto"}, 8, 8), ({"replicate": 3, "shard": "auto"}, 8, 6),
+    [({"replicate": "node", "shard": "auto"}, 1, 2), ({"replicate": "auto", "tensor": "node"}, 8, 8),
+     ({}, 8, 1), ({"replicate": "auto"}, 8, 8), ({"shard": "auto"}, 8, 8), ({"replicate": 3, "shard": "auto"}, 8, 6),
      ({"replicate": 3, "shard": "auto"}, 2, 3), ({"replicate": 2, "pipeline": 2}, 8, 4)],
 )  # fmt: skip
 def test_ranks_fit_the_devices(options, available, ranks):
     assert Strategy(**options).ranks(available) == ranks
+
+
+TP, CP, HSDP = ({"replicate": "auto", "tensor": "node"}, {"shard": "auto", "context": "node"},
+                {"replicate": "node", "shard": "auto"})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "nodes", "derived"),
+    [  # of a model with four heads, 40 tokens and 8 positions
+        (TP, 2, 1, Dims(tensor=2)),
+        (TP, 8, 1, Dims(replicate=2, tensor=4)),
+        (TP, 6, 1, Dims(replicate=3, tensor=2)),
+        (TP, 8, 4, Dims(replicate=4, tensor=2)),
+        (TP, 3, 1, Dims(tensor=3)),  # which is refused
+        (TP | {"pipeline": 2}, 4, 1, Dims(pipeline=2, tensor=2)),
+        (TP | {"replicate": 4}, 8, 1, Dims(replicate=4, tensor=2)),
+        (TP | {"tensor": "auto"}, 4, 1, Dims(replicate=2, tensor=2)),
+        (TP, 1, 1, Dims()),
+        (CP, 8, 1, Dims(shard=2, context=4)),
+        (CP | {"context_method": "ring"}, 8, 2, Dims(shard=2, context=4)),
+        (HSDP, 8, 1, Dims(replicate=2, shard=4)),
+        (HSDP, 32, 4, Dims(replicate=4, shard=8)),
+        (HSDP | {"pipeline": 2}, 32, 4, Dims(replicate=4, shard=4, pipeline=2)),
+    ],
+)
+def test_degrees_of_a_node(options, ranks, nodes, derived):
+    strategy = Strategy(**options)
+    assert strategy.dims(ranks, gpt(), nodes) == derived
+    assert strategy.shards(derived) == (derived.shard > 1 or derived.tensor > 1 < derived.replicate)
 
 
 #: What is asked for on one rank, and what is to be there.

@@ -116,10 +116,14 @@ class TestMisspellings:
         assert [line.partition(":")[0] for line in found] == ["model=gpt_tyny", "parallel=pddp", "train.stepz=3"]
 
 
+PRESETS = "3d, cp, ddp, ep, fsdp, hsdp, pdp, single, tp, zero1"
+
 #: What is typed, and the whole answer; ``-m``: of a sweep.
 TOLD = {
-    "parallel=quantum": "parallel=quantum: there is no such choice; try 3d, ddp, ep, fsdp, hsdp, pdp, single, tp",
-    "-m parallel=glob(x*)": "parallel=glob(x*): there is no such choice; try 3d, ddp, ep, fsdp, hsdp, pdp, single, tp",
+    "parallel=quantum": f"parallel=quantum: there is no such choice; try {PRESETS}",
+    "parallel=zero2": "parallel=zero2: there is no such choice; try fsdp parallel.reshard_after_forward=false",
+    "parallel=none": "parallel=none: there is no such choice; try single",
+    "-m parallel=glob(x*)": f"parallel=glob(x*): there is no such choice; try {PRESETS}",
     "=": "=: there is no such option; see python train.py --cfg job",
     "hydra.foo=1": "hydra.foo=1: there is no such option; see python train.py --cfg hydra",
     "qqqq=1": "qqqq=1: there is no such option; see python train.py --cfg job",
