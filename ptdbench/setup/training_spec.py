@@ -388,7 +388,8 @@ def _check_layout(config: Config, strategy: Strategy, model: Model, layout: Batc
         part = copy.deepcopy(model)
     degree = layout.dims.tensor
     if part and (difference := proof.prove(part, example, divisors(degree)[1])):
-        rule = f"by the plan of model={config.call('model').name}, ranks do not compute what one does: {difference}"
+        first = difference.replace(f" {foreign.PREFIX}", " ")
+        rule = f"by the plan of model={config.call('model').name}, ranks do not compute what one does: {first}"
         require(Problem("parallel.tensor", degree, rule, "give +model.tp_plan, or try parallel=ddp,fsdp"))
 
 
