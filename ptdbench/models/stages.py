@@ -115,8 +115,10 @@ class Stages:
         """Return weights outside units by name; of other pieces, tensors of their shapes."""
         here = {name for place in places for name in self._pieces[place]}
         return {
-            name: attrgetter(prefix + name)(holder) if name in here else _without_memory(module.get_parameter(name))
-            for name in self._loose
+            name: attrgetter(prefix + name)(holder)
+            if name in here
+            else torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+            for name, weight in ((name, module.get_parameter(name)) for name in self._loose)
         }
 
     def _member(self, module: nn.Module, name: str) -> nn.Module:
@@ -182,7 +184,9 @@ class Stages:
             for name in names
             for weight in self._member(module, name).parameters()
         }
-        named = {*self._units, *self._loose, *_names_of(module, self._units)}
+        held = {module.get_submodule(name) for name in self._units}  # one may be registered twice
+        again = {name for name, part in module.named_modules(remove_duplicate=False) if part in held}
+        named = {*self._units, *self._loose, *again}
         for name in sorted(named - {name for names in self._pieces for name in names}):
             places = [holders.get(weight) for weight in self._member(module, name).parameters()]
             if not all(places):
@@ -307,12 +311,6 @@ def _units(module: nn.Module, layers: Sequence[nn.Module], opened: Sequence[nn.M
     return units, loose
 
 
-def _names_of(module: nn.Module, units: Sequence[str]) -> list[str]:
-    """Return all names of units, as a module may be registered twice."""
-    held = {module.get_submodule(name) for name in units}
-    return [name for name, part in module.named_modules(remove_duplicate=False) if part in held]
-
-
 def _unshare(module: nn.Module) -> None:
     """Replace modules of torch that are registered again under another name by copies that share their weights."""
     seen = set[nn.Module]()
@@ -326,10 +324,6 @@ def _unshare(module: nn.Module) -> None:
                 part._modules[name] = twin = copy.copy(child)
                 twin.__dict__["_parameters"] = dict(child._parameters)
             seen.add(child)
-
-
-def _without_memory(weight: Tensor) -> Tensor:
-    return Like([(size, 0) for size in weight.shape], weight.dtype).empty(0, weight.dtype, torch.device("cpu"))
 
 
 def _filled(shape: Sequence[int], shift: float | Tensor) -> Tensor:
