@@ -259,12 +259,12 @@ class Adapted(nn.Module):
         """Return a copy with the first of equal blocks in each list, to prove its plan; ``None``: it has own roles."""
         if self._method("roles"):
             return None
-        blocks, lists = {*self.layers()}, dict[nn.Module, dict[str, nn.Module | None]]()
+        blocks, lists = {*self.layers()}, dict[nn.Module, Any]()
         for part in self.module.modules():
             if isinstance(part, nn.ModuleList | nn.Sequential) and blocks.issuperset(part.children()):
                 lists[part] = part._modules
                 first = {str(child): name for name, child in reversed(part._modules.items())}.values()
-                part._modules = {name: child for name, child in part._modules.items() if name in first}
+                part._modules = {name: child for name, child in lists[part].items() if name in first}
         try:
             return Adapted(copy.deepcopy(self.module), self._example, self._plan)
         finally:
