@@ -138,5 +138,5 @@ def addresses() -> dict[str, int]:
 if __name__ == "__main__":
     asked = (contexts, memory, copies, clocks, names, fork, addresses)
     answers = {ask.__name__: ask() for ask in asked}
-    answers["unanswered"] = [cuda.cudaGraphAddNode(None), cuda.cudaGraphAddNode(None), cuda.cublasDtrsm_v2(0)]
+    answers["unanswered"] = [cuda.cudaGraphNodeGetDependencies(None), cuda.cudaGraphNodeGetDependencies(None), cuda.cublasDtrsm_v2(0)]
     print(json.dumps(answers))

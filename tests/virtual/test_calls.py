@@ -55,6 +55,6 @@ def test_events_count_work_which_takes_no_time(answers):
 def test_unimplemented_call_fails_and_is_named_once(answers):
     assert answers["unanswered"] == [NOT_SUPPORTED, NOT_SUPPORTED, 15]
     assert [line for line in answers["errors"].splitlines() if "nothing answers" in line] == [
-        "virtual GPU: nothing answers cudaGraphAddNode",
+        "virtual GPU: nothing answers cudaGraphNodeGetDependencies",
         "virtual GPU: nothing answers cublasDtrsm_v2",
     ]
