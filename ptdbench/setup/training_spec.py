@@ -208,7 +208,7 @@ def specify(
     where = found.catch(layout) if strategy else None
     if strategy:
         if model and where:
-            found.catch(_check_layout, config, strategy, model, where, example())
+            found.catch(_check_layout, config, strategy, model, where, data.example() if data else None)
             found.catch(strategy.check_option, "compile", config.resolved["compile"], where)
             found.catch(strategy.check_option, "offload", config.resolved["offload"], where)
         if data and where:
@@ -349,11 +349,11 @@ def _check_data(config: Config, model: Model, data: Data, on_gpu: bool) -> None:
 
 
 def _check_layout(
-    config: Config, strategy: Strategy, model: Model, layout: BatchPlan, example: tuple[Any, Tensor]
+    config: Config, strategy: Strategy, model: Model, layout: BatchPlan, example: tuple[Any, Tensor] | None
 ) -> None:
     """Refuse a model that cannot be laid out this way, or whose ranks would not compute by its plan what one does."""
     under("parallel", strategy.check, model, layout)
-    if layout.dims.tensor == 1 or not isinstance(model, foreign.Adapted):
+    if example is None or layout.dims.tensor == 1 or not isinstance(model, foreign.Adapted):
         return
     part = model.shortened()
     if part and failure(part, example):  # it counts its blocks
