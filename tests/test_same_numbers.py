@@ -74,6 +74,7 @@ DAILY = [
     ("untied", 4, "parallel=pdp"),
     ("hf_gpt2", 2, "parallel=pdp train.micro_batch=3 parallel.microbatches=4"),
     ("hf_llama", 2, "parallel=fsdp train.micro_batch=2"),
+    ("hf_llama", 4, "parallel=3d"),
     ("vit", 2, "parallel=pdp train.micro_batch=2"),  # with weights at its root
     ("t5", 3, "parallel=pdp train.micro_batch=2"),  # an encoder's output skips a stage
     ("t5", 4, "parallel=fsdp parallel.pipeline=2 train.micro_batch=2"),
@@ -105,6 +106,8 @@ THOROUGH = [
     ("gpt", 2, "parallel=ddp compile=whole"),
     ("gpt", 4, "parallel=pdp compile=whole activations=selective"),
     ("hf_gpt2", 2, "parallel=fsdp train.micro_batch=2"),
+    ("hf_llama", 4, "parallel=tp"),
+    ("vit", 2, "parallel=tp"),
     ("hf_llama", 2, "parallel=pdp train.micro_batch=3 parallel.microbatches=4"),
     *((f"hf_{kind}", ranks, options) for kind in HUGGING_FACE for ranks, options in (
         (2, "parallel=ddp train.micro_batch=2"), (4, "parallel=hsdp"),

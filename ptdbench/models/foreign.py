@@ -69,9 +69,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ptdbench.models import plans
 from ptdbench.models.blocks import repeated
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss, module_of
-from ptdbench.models.scalars import widen
 from ptdbench.models.stages import NoStages, Runner, Stages
 from ptdbench.models.state import preserved, without_values
+from ptdbench.models.trial import widen_scalars
 from ptdbench.nested import first_tensor, with_samples
 from ptdbench.problems import Problem, first_line, require
 
@@ -91,7 +91,7 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
 
     Args:
         config: A class or function under ``_target_``, and its arguments; under ``tp_plan`` a plan, see
-            :mod:`ptdbench.models.plans`; ``criterion`` is the loss if it takes none.
+            :mod:`ptdbench.models.plans`; under ``criterion`` the loss, unless it is one of the arguments.
         seed: The run's seed, for a module whose constructor initializes it.
         example: ``(inputs, targets)`` of one sample on the meta device; see ``Data.example``.
 
@@ -132,7 +132,7 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
             rule = f"{type(module).__name__} computes its loss itself"
             require(Problem("criterion", type(criterion).__name__, rule, "omit it"))
         model.__dict__["criterion"] = criterion
-    widen(module_of(model), example)
+    widen_scalars(module_of(model), example)
     return model
 
 
@@ -157,8 +157,8 @@ class Adapted(nn.Module):
         self.module = module
         self.training = module.training  # as the constructor left it, see :class:`ptdbench.models.state.Modes`
         self._example = example
-        self._plan = plan or getattr(module, "_tp_plan", None)  # Hugging Face
         self.__dict__["criterion"] = None  # the loss of outputs and targets that is given; no part of the module
+        self._plan = plan or getattr(module, "_tp_plan", None)  # Hugging Face
         takes = inspect.signature(module.forward).parameters
         self.takes = [*takes]  #: Names of what its forward takes.
         self._takes_targets = "targets" in takes
@@ -259,12 +259,12 @@ class Adapted(nn.Module):
         """Return a copy with the first of equal blocks in each list, to prove its plan; ``None``: it has own roles."""
         if self._method("roles"):
             return None
-        blocks, lists = {*self.layers()}, dict[nn.Module, dict[str, nn.Module | None]]()
+        blocks, lists = {*self.layers()}, dict[nn.Module, Any]()
         for part in self.module.modules():
             if isinstance(part, nn.ModuleList | nn.Sequential) and blocks.issuperset(part.children()):
                 lists[part] = part._modules
                 first = {str(child): name for name, child in reversed(part._modules.items())}.values()
-                part._modules = {name: child for name, child in part._modules.items() if name in first}
+                part._modules = {name: child for name, child in lists[part].items() if name in first}
         try:
             return Adapted(copy.deepcopy(self.module), self._example, self._plan)
         finally:

@@ -40,19 +40,14 @@ _SAMPLES = (2, 3)
 
 
 class NoStages(Exception):
-    """The reason why a module cannot be split into stages, a clause; ``remedy``: what its author can do."""
+    """The reason why a module cannot be split into stages, a clause.
 
-    def __init__(self, reason: str, remedy: str = "define parts()") -> None:
+    ``remedy``: what its author can do; ``outside``: the name of a weight that is used outside its unit.
+    """
+
+    def __init__(self, reason: str, remedy: str = "define parts()", outside: str = "") -> None:
         super().__init__(reason)
-        self.remedy = remedy
-
-
-class _Outside(NoStages):
-    """A weight of a unit is used outside it."""
-
-    def __init__(self, weight: str) -> None:
-        super().__init__(f"it uses {weight} outside the module that owns it")
-        self.weight = weight
+        self.remedy, self.outside = remedy, outside
 
 
 class Stages:
@@ -78,7 +73,7 @@ class Stages:
                 break
             except NoStages as reason:
                 reasons.append(reason)
-                owner = module.get_submodule(getattr(reason, "weight", "").rpartition(".")[0])
+                owner = module.get_submodule(reason.outside.rpartition(".")[0])
                 if owner in (module, *layers, *opened) or [*owner.children()]:
                     raise reasons[0] from None
                 opened.append(owner)  # a table that code around it reads, for one
@@ -120,8 +115,10 @@ class Stages:
         """Return weights outside units by name; of other pieces, tensors of their shapes."""
         here = {name for place in places for name in self._pieces[place]}
         return {
-            name: attrgetter(prefix + name)(holder) if name in here else _without_memory(module.get_parameter(name))
-            for name in self._loose
+            name: attrgetter(prefix + name)(holder)
+            if name in here
+            else torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+            for name, weight in ((name, module.get_parameter(name)) for name in self._loose)
         }
 
     def _member(self, module: nn.Module, name: str) -> nn.Module:
@@ -157,7 +154,7 @@ class Stages:
             raise NoStages("it calls its submodules in another order in training")
         owned = {*self._units, *self._loose}
         if outside := next((name for group in names for name in group if name not in owned), None):
-            raise _Outside(outside)
+            raise NoStages(f"it uses {outside} outside the module that owns it", outside=outside)
         last = {name: place for place, group in enumerate(names) for name in group}
         self._pieces: list[list[str]] = [[]]
         self._starts: dict[bool, list[int]] = {mode: [0] for mode in weighted}
@@ -187,7 +184,9 @@ class Stages:
             for name in names
             for weight in self._member(module, name).parameters()
         }
-        named = {*self._units, *self._loose, *_names_of(module, self._units)}
+        held = {module.get_submodule(name) for name in self._units}  # one may be registered twice
+        again = {name for name, part in module.named_modules(remove_duplicate=False) if part in held}
+        named = {*self._units, *self._loose, *again}
         for name in sorted(named - {name for names in self._pieces for name in names}):
             places = [holders.get(weight) for weight in self._member(module, name).parameters()]
             if not all(places):
@@ -312,12 +311,6 @@ def _units(module: nn.Module, layers: Sequence[nn.Module], opened: Sequence[nn.M
     return units, loose
 
 
-def _names_of(module: nn.Module, units: Sequence[str]) -> list[str]:
-    """Return all names of units, as a module may be registered twice."""
-    held = {module.get_submodule(name) for name in units}
-    return [name for name, part in module.named_modules(remove_duplicate=False) if part in held]
-
-
 def _unshare(module: nn.Module) -> None:
     """Replace modules of torch that are registered again under another name by copies that share their weights."""
     seen = set[nn.Module]()
@@ -331,10 +324,6 @@ def _unshare(module: nn.Module) -> None:
                 part._modules[name] = twin = copy.copy(child)
                 twin.__dict__["_parameters"] = dict(child._parameters)
             seen.add(child)
-
-
-def _without_memory(weight: Tensor) -> Tensor:
-    return Like([(size, 0) for size in weight.shape], weight.dtype).empty(0, weight.dtype, torch.device("cpu"))
 
 
 def _filled(shape: Sequence[int], shift: float | Tensor) -> Tensor:

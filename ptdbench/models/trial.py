@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -50,6 +50,34 @@ def failure(module: nn.Module, example: tuple[Any, Tensor]) -> Exception | None:
         except Exception as raised:  # third-party code may raise anything
             error = raised
     return error
+
+
+def widen_scalars(module: nn.Module, example: Callable[[], tuple[Any, Tensor]]) -> None:
+    """Give weights without dimensions, such as CLIP's ``logit_scale``, the shape ``(1,)``, which FSDP can shard.
+
+    They stay as they are if the loss of two samples depends on it, as where several are stacked, or cannot be computed.
+
+    Args:
+        module: Called as ``module(inputs, targets)``.
+        example: Inputs and targets of one sample on the meta device.
+    """
+    named = [(part, name, weight) for part in module.modules() for name, weight in part._parameters.items()]
+    scalars = [(part, name, weight) for part, name, weight in named if weight is not None and not weight.dim()]
+    if not scalars or any(weight.is_meta for weight in module.parameters()):
+        return
+    wide = {weight: nn.Parameter(weight.detach().view(1), weight.requires_grad) for *_, weight in scalars}
+    losses = list[Tensor]()
+    with suppress(Exception):  # third-party code may raise anything
+        for is_wide in (False, True):
+            for part, name, weight in scalars:
+                part._parameters[name] = wide[weight] if is_wide else weight
+            with trial(module):
+                for number, weight in enumerate(weight for weight in module.parameters() if weight.numel() == 1):
+                    weight.fill_(0.3 + 0.1 * number)  # distinct values
+                losses.append(module(*with_samples(example(), 2, "cpu", filled=True)))
+    if len(losses) < 2 or not torch.equal(*losses):
+        for part, name, weight in scalars:
+            part._parameters[name] = weight
 
 
 @dataclass(frozen=True)

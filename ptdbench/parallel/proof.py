@@ -102,8 +102,9 @@ def _computed(model: Model, batch: tuple[Any, Tensor]) -> dict[str, Tensor]:
     with ExitStack() as hooks:
         for name, part in module.named_modules():
             hooks.callback(part.register_forward_hook(partial(note_output, name)).remove)
-        if not only_loss(model):
-            module(batch[0])
+        with suppress(TypeError):  # of a model that has no outputs, only a loss
+            if not only_loss(model):
+                module(batch[0])
         loss = module(*batch)
     note("the loss", loss)
     loss.backward()

@@ -35,12 +35,8 @@ class Anchor:
 
     def fits(self, planned: Config) -> bool:
         """Return whether it says something about a plan: one on the same device, in the same precision."""
-        return _device(planned) in self.devices and planned.general.precision == self.record.precision
-
-    @property
-    def devices(self) -> Sequence[str]:
-        """The names of its GPUs."""
-        return self.record.environment.devices or ()
+        is_same = planned.general.precision == self.record.precision
+        return is_same and _device(planned) in (self.record.environment.devices or ())
 
     def level(self, fields: Mapping[str, Any]) -> float:
         """Return how many times as long as predicted its step took; ``fields``: of its plan. Raises ConfigError."""
@@ -120,13 +116,11 @@ def applied(fields: Mapping[str, Any], planned: Config, levels: Sequence[tuple[A
     squares = sum((level - mean) ** 2 for _, level in fitting)
     variance = (_WEIGHT * SPREAD**2 + squares) / (_WEIGHT + len(fitting) - 1) * (1 + 1 / len(fitting))
     torch, kernels = (fields.get("environment") or {}).get("torch"), planned.general.kernels
-    doubts = {
-        f"torch {anchor.record.environment.torch}": _TORCH
-        for anchor, _ in fitting
-        if anchor.record.environment.torch != torch
-    } | {f"kernels={other}": _KERNELS for anchor, _ in fitting if (other := anchor.record.kernels) != kernels}
+    records = [anchor.record for anchor, _ in fitting]
+    doubts = {f"torch {run.environment.torch}": _TORCH for run in records if run.environment.torch != torch}
+    doubts |= {f"kernels={run.kernels}": _KERNELS for run in records if run.kernels != kernels}
     margin = math.exp(QUANTILE * math.sqrt(variance + sum(doubt**2 for doubt in doubts.values())))
-    names = ", ".join(dict.fromkeys(anchor.record.directory for anchor, _ in fitting))
+    names = ", ".join(dict.fromkeys(run.directory for run in records))
     wider = f" ({', '.join(doubts)}, so the interval is wider)" if doubts else ""
     return {**fields, "predicted": _scaled(step, math.exp(mean), margin) | {"anchor": f"{names}{wider}"}}
 

@@ -35,7 +35,7 @@ from ptdbench.setup import choices, commandline, compose, hydra_options, hydra_o
 from ptdbench.setup.compose import Composed, Source
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.terminal import echo, plural
-from ptdbench.units import span_text
+from ptdbench.units import span_text, three_digits
 
 if TYPE_CHECKING:
     from ptdbench.planning.tries import Execute
@@ -138,7 +138,7 @@ def make(
     ]
     planned_before, earlier = earlier[: len(anchored)], earlier[len(anchored) :]
     directory = hydra_output.claim(of, None)
-    records, stopped = [], None
+    records, stopped, fastest = [], None, 0.0
     try:
         with closing(_paced(uncached, prepare, execute)) as made:
             levels = [
@@ -154,9 +154,20 @@ def make(
                 write_json(place / store.RECORD, planned)
                 store.append_result(directory, planned)
                 records.append(strict(planned))
+                fastest = _told_if_faster(fastest, records[-1], run.config.label) if uncached else 0.0
     except local.Stopped as signalled:
         stopped = signalled
     return Planned(directory, records, sum(map(bool, earlier[: len(records)])), stopped)
+
+
+def _told_if_faster(fastest: float, planned: Mapping[str, Any], label: str) -> float:
+    """Return the highest predicted rate so far, and say which plan has it if that is a new one."""
+    step = planned.get("predicted") or {}
+    of = next((of for of in ("tokens", "samples") if step.get(f"{of}_per_second")), None)
+    if of and (rate := step[f"{of}_per_second"]) > fastest:
+        echo(f"fastest so far: {label}, {three_digits(rate)} {of}/s predicted", sys.stderr)
+        return float(rate)
+    return fastest
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,13 @@ class Recording:
         """Return the record as a machine's own GPUs would leave it."""
         record = structs.replace(self.record)
         if record.environment and record.environment.devices:
-            devices = [machine.gpu_name] * len(record.environment.devices)
-            record.environment = structs.replace(record.environment, devices=devices)
+            names = [machine.gpu_name] * len(record.environment.devices)
+            record.environment = structs.replace(record.environment, devices=names)
         if record.metrics and record.metrics.device_memory_bytes:
             record.metrics = structs.replace(record.metrics, device_memory_bytes=machine.gpu.memory)
         if record.virtual:
-            figures = {"device": machine.gpu_name, "context_bytes": machine.gpu.context}
-            record.virtual = structs.replace(record.virtual, **figures)
+            context, name = machine.gpu.context, machine.gpu_name
+            record.virtual = structs.replace(record.virtual, device=name, context_bytes=context)
         return record
 
 

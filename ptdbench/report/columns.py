@@ -272,8 +272,8 @@ def answers(sections: Sequence[Section]) -> list[str]:
 
 def unit(records: Iterable[RunRecord]) -> str:
     """Return the unit of throughput: ``tokens``, or ``samples`` if these are not token sequences."""
-    counted = any(record.metrics.tokens_per_second or record.predicted.tokens_per_second for record in records)
-    return "tokens" if counted else "samples"
+    rates = ((record.metrics.tokens_per_second, record.predicted.tokens_per_second) for record in records)
+    return "tokens" if any(map(any, rates)) else "samples"
 
 
 def _section(ranked: Ranking) -> Section:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -42,7 +41,8 @@ def export(run: RunRecord, target: str) -> tuple[str, list[str]]:
     able = [name for name, other in table.items() if name != target and {*degrees} <= {*other["degrees"]}]
     rule = f"cannot be told {' and '.join(f'{name}={degrees[name]}' for name in alien)} of {run.directory}"
     require(Problem("--to", target, rule, f"try {' or '.join(able)}") if alien else None)
-    options = _options(run)
+    given = run.config["parallel"]
+    options = Options(**{option.name: given[option.name] for option in fields(Options) if option.name in given})
     known = row["options"] | (row.get("sharded_options", {}) if options.shards(plan.dims) else {})
     lost = [
         f"{name.removesuffix('.name')}={value}"
@@ -55,13 +55,9 @@ def export(run: RunRecord, target: str) -> tuple[str, list[str]]:
         "not part of it: model, data, optimizer and learning rate",
     ]
     head = f"{run.directory} for {target}: {shown}; {row['start']}"
-    body = _filled(row["text"], _values(run, plan, options), _words(run, plan, options))
+    words = _words(run, plan, options)
+    body = _filled(row["text"], _values(run, plan, options, words), words)
     return "".join(f"# {line}\n" for line in (head, *remarks)) + body, remarks
-
-
-def _options(run: RunRecord) -> Options:
-    given = run.config["parallel"]
-    return Options(**{option.name: given[option.name] for option in fields(Options) if option.name in given})
 
 
 def _differing(run: RunRecord, options: Options, degrees: dict[str, int]) -> Iterator[tuple[str, Any]]:
@@ -81,52 +77,44 @@ def _differing(run: RunRecord, options: Options, degrees: dict[str, int]) -> Ite
 def _words(run: RunRecord, plan: BatchPlan, options: Options) -> set[str]:
     """Return the words that hold, which select lines of a text."""
     dims, compiled, kept = plan.dims, run.option("compile", Any), run.option("activations.name", str)
-    is_sharded = options.shards(dims)
     words = {
-        "sharded": is_sharded, "whole_weights": not is_sharded, "several": dims.world_size > 1,
-        "alone": not is_sharded and dims.world_size == 1, "stages": dims.pipeline > 1,
-        "cuda": bool(run.environment.devices), "cpu": not run.environment.devices,
-        "compressed": not is_sharded and options.sent != "fp32",
-        "frees": bool(options.reshard_after_forward), "keeps": not options.reshard_after_forward,
-        "sequence": options.sequence, "whole_sequences": not options.sequence,
-        "compile": bool(compiled), "compile_whole": compiled == "whole", "autotune": compiled == "autotune",
-        "compile_layers": bool(compiled) and compiled != "whole",
-        "recompute": kept == "recompute", "selective": kept == "selective",
-        "kept": kept not in ("recompute", "selective"), "offload": run.option("offload", str) not in (None, "none"),
-        "clip": bool(run.option("train.clip_norm", Any)), "tokens": bool(run.tokens_per_sample),
+        "sharded": (is_sharded := options.shards(dims)), "compressed": not is_sharded and options.sent != "fp32",
+        "several": dims.world_size > 1, "stages": dims.pipeline > 1, "cuda": run.environment.devices,
+        "frees": options.reshard_after_forward, "sequence": options.sequence, "compile": compiled,
+        "whole": compiled == "whole", "autotune": compiled == "autotune", "recompute": kept == "recompute",
+        "selective": kept == "selective", "offload": run.option("offload", str) not in (None, "none"),
+        "clip": run.option("train.clip_norm", Any), "tokens": run.tokens_per_sample,
     }  # fmt: skip
     return {word for word, holds in words.items() if holds}
 
 
-def _values(run: RunRecord, plan: BatchPlan, options: Options) -> dict[str, object]:
-    """Return the values that a text refers to."""
-    dims, words, precision = plan.dims, _words(run, plan, options), run.precision or "fp32"
-    mesh = {f"dp_{name}": size for name in ("replicate", "shard") if (size := getattr(dims, name)) > 1}
-    mesh = mesh or {"dp_replicate": 1}
-    narrow, every = precision == "bf16", run.option("activations.every", int) or 1
-    bucket = min(max((run.parameters or 0) * 4 / 2**20 / 20, 25.0), 100.0)  # as ddp.bucket_size
+def _values(run: RunRecord, plan: BatchPlan, options: Options, words: set[str]) -> dict[str, object]:
+    """Return the values that a text refers to: of options, of the layout, and what follows from them."""
+    precision, every = run.precision or "fp32", run.option("activations.every", int) or 1
+    narrow, bucket = precision == "bf16", options.bucket_mb
+    mesh = {f"dp_{name}": size for name in ("replicate", "shard") if (size := getattr(plan.dims, name)) > 1}
     return {
-        **dims.degrees(), "shape": (*mesh.values(),), "names": f"({', '.join(map(json.dumps, mesh))},)",
-        "world_size": dims.world_size,
-        "nodes": len(run.nodes) or 1, "micro_batch": plan.micro_batch, "accumulation": plan.accumulation,
-        "local_batch": plan.micro_batch * plan.microbatches, "global_batch": plan.global_batch,
-        "length": run.tokens_per_sample, "clip_norm": run.option("train.clip_norm", Any),
-        "recomputed": "layers" if every == 1 else f"layers[::{every}]",
+        **vars(options), **plan.as_dict(), "world_size": plan.dims.world_size, "nodes": len(run.nodes) or 1,
+        "shape": (*mesh.values(),) or (1,), "names": f"({', '.join(map(json.dumps, mesh or ['dp_replicate']))},)",
+        "local_batch": plan.micro_batch * plan.microbatches, "length": run.tokens_per_sample,
+        "clip_norm": run.option("train.clip_norm", Any), "recomputed": "layers" if every == 1 else f"layers[::{every}]",
         "mode": 'mode="max-autotune-no-cudagraphs"' if "autotune" in words else "",
         "dtype": "torch.bfloat16" if narrow else None, "sent": f"torch.{_DTYPES[options.sent]}",
         "offload_policy": "CPUOffloadPolicy" if "offload" in words else "OffloadPolicy",
-        "reshard": options.reshard_after_forward,
-        "bucket_mb": bucket if options.bucket_mb == "auto" else options.bucket_mb,
-        "view": options.gradient_as_bucket_view, "static_graph": options.has_static_graph(plan),
-        "find_unused": options.static_graph == "find_unused", "gradients": options.sent,
-        "autocast": narrow and "whole_weights" in words, "matmul": "high" if precision == "tf32" else "highest",
+        # As ddp.bucket_size.
+        "bucket": min(max((run.parameters or 0) * 4 / 2**20 / 20, 25.0), 100.0) if bucket == "auto" else bucket,
+        "graph": options.has_static_graph(plan), "find_unused": options.static_graph == "find_unused",
+        "autocast": narrow and "sharded" not in words, "matmul": "high" if precision == "tf32" else "highest",
         "mixed": precision if precision in ("bf16", "fp16") else "no", "param": _DTYPES["bf16" if narrow else "fp32"],
-        "schedule": options.pipeline_schedule.kind.__name__.removeprefix("Schedule"),
+        "pipelining": options.pipeline_schedule.kind.__name__.removeprefix("Schedule"),
     }  # fmt: skip
 
 
 def _filled(text: str, values: dict[str, object], words: set[str]) -> str:
     """Return the lines whose words all hold, with the values."""
-    lines = (re.match(r"(.*?)(?:  #\? (.*))?$", line) for line in text.splitlines())
-    kept = "".join(f"{line[1]}\n" for line in lines if line and {*(line[2] or "").split()} <= words)
+    kept = ""
+    for line in text.splitlines():
+        shown, _, asked = line.partition("  #? ")
+        if all((word.removeprefix("!") in words) != word.startswith("!") for word in asked.split()):
+            kept += f"{shown}\n"
     return Template(kept).substitute(values)

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import __main__, tables
 from benchmarks.parity_matrix import LAYOUTS
+from benchmarks.zoo import ZOO
 from tests.conftest import ROOT
 
 
@@ -49,6 +50,16 @@ def test_every_cell_of_the_matrix_of_layouts_is_right_or_refused():
     assert len(said) == len(LAYOUTS.rows) * len(LAYOUTS.columns)
     assert sum(text.startswith("ok ") for text in said) >= 60
     assert not [text for text in said if not text.startswith(("ok ", "refused: ", "no effect"))]
+
+
+def test_every_public_architecture_is_equal_or_refused():
+    cells = json.loads((ROOT / ZOO.result).read_text())["cells"]
+    assert {*cells} == {*ZOO.rows}
+    said = [text for row in cells.values() for text in row.values()]
+    assert not [text for text in said if not text.startswith(("ok ", "refused: "))]
+    equal = {column: sum(row[column].startswith("ok ") for row in cells.values()) for column in ZOO.columns}
+    assert equal["pdp"] >= 36
+    assert equal["tp"] >= 24
 
 
 def test_every_target_has_its_programs_and_a_line_in_the_makefile():

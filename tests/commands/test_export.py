@@ -56,7 +56,7 @@ class TestTorch:
         assert remarks[1] == "not carried over: kernels=fused"
         own = {
             "fsdp": ["for layer in layers[::2]:", "param_dtype=torch.bfloat16", "forward=False)", "grad_norm_("],
-            "ddp": ["bucket_cap_mb=25.0", "bf16_compress_hook", "layer.compile()", 'precision("high")'],
+            "ddp": ['"bucket_cap_mb": 25.0', "bf16_compress_hook", "layer.compile()", 'precision("high")'],
         }[layout]
         assert [words for words in own if words not in text] == []
         assert "#?" not in text

@@ -386,9 +386,9 @@ def test_what_may_change_unseen_is_not_kept(key, monkeypatch, tmp_path, words):
     assert key(*words) is None
 
 
-def test_a_plan_that_is_stopped_has_what_is_done(monkeypatch, tmp_path):
+def test_a_plan_that_is_stopped_has_what_is_done(monkeypatch, tmp_path, capsys):
     def made(*_: object) -> Iterator[dict[str, Any]]:
-        yield {"status": "ok"}
+        yield {"status": "ok", "predicted": {"tokens_per_second": 2000.0}}
         raise Stopped(signal.SIGINT)
 
     monkeypatch.setattr(plans, "_made", made)
@@ -396,6 +396,7 @@ def test_a_plan_that_is_stopped_has_what_is_done(monkeypatch, tmp_path):
     planned = plans.make(plans.composed(words), words, True, nothing, nothing)
     assert [(one["parallel"], one["status"]) for one in planned.records] == [("ddp", "ok")]
     assert str(planned.stopped) == "stopped by SIGINT"
+    assert "fastest so far: gpt_tiny_ddp, 2,000 tokens/s predicted\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,12 @@ def test_a_step_takes_as_long_as_its_work_or_its_host():
     assert busy.seconds == pytest.approx(3e-3, rel=1e-6)
     assert busy.parts["memory"] == pytest.approx(3e-3, rel=1e-6)
     assert busy.bound_by == "memory"
+    assert busy.twice_as_fast() == pytest.approx({"host": 3e-3, "memory": 1.5e-3}, rel=1e-6)
     late = predict([log(kernel(operators=1000), kernel(operators=1000))], H200)
     assert late.seconds == pytest.approx(2 * (1000 * OPERATOR + LAUNCH))
     assert late.parts["host"] == pytest.approx(late.seconds - 2e-3, rel=1e-6)
     assert late.bound_by == "host"
+    assert late.twice_as_fast()["memory"] == pytest.approx(late.seconds)
     waits = predict([log(kernel(), kernel(), record("HOST_WAITS_DEVICE", operators=100))], H200)
     assert waits.seconds == pytest.approx(2e-3 + LAUNCH, rel=1e-6)  # the device waits for the first launch
 

@@ -50,6 +50,19 @@ def test_the_best_rows_are_those_that_nothing_is_known_to_beat_if_something_is_b
     assert [row["best"] for row in rows(content(loaded(run(), run("fsdp"))))] == [False, False]
 
 
+def test_plans_are_in_the_order_of_their_predicted_steps_and_have_no_measured_rate():
+    steps = {"ddp": 0.5, "fsdp": 0.25, "pdp": None}
+    plans = [
+        run(name, kind="planned", metrics=None, predicted=of and {"step_seconds": of, "tokens_per_second": 1 / of})
+        for name, of in steps.items()
+    ]
+    found = content(loaded(*plans))
+    assert [row["parallel"] for row in rows(found)] == ["fsdp", "ddp", "pdp"]
+    figures = [[row[name] for name in ("rank", "ratio", "rate", "predicted_rate")] for row in rows(found)]
+    assert figures == [[(1, 1), 1.0, None, 4.0], [(2, 2), 0.5, None, 2.0], [None, None, None, None]]
+    assert found["models"][0]["answer"].startswith("Predicted, not measured: fsdp may be the fastest of 2")
+
+
 def test_runs_of_two_sweeps_are_two_rows_which_their_names_tell_apart():
     found = content([*loaded(run(), sweep="outputs/a"), *loaded(run(), sweep="outputs/b")])
     assert [(row["name"], row["sweep"]) for row in rows(found)] == [("ddp [a]", "outputs/a"), ("ddp [b]", "outputs/b")]
