@@ -113,7 +113,7 @@ def test_option_is_described_once_without_empty_columns(options, group):
 def test_common_options_are_listed_once_in_place_of_the_marker(options):
     page = options.markdown("parallel")
     assert page.count("## Options of every choice") == page.count("`parallel.bucket_mb`") == 1
-    assert page.index("| `parallel.replicate` | `2` |") < page.index("## Options of every choice")
+    assert page.index("| `parallel.replicate` | `node` |") < page.index("## Options of every choice")
     page = options.expand("# Title\n\n<!-- options: optimizer -->\n\nThe end.\n")
     assert page.startswith("# Title\n\n## adamw\n")
     assert "| `optimizer.lr` | `1e-3` |" in page
