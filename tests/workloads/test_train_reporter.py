@@ -18,6 +18,7 @@ from tests import forked
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_reports_when_it_is_time_and_leaves_the_last_step_to_the_record(rank, monkeypatch):
     wall, err = SimpleNamespace(now=0.0), io.StringIO()
+    monkeypatch.setenv("COLUMNS", "80")  # which is not enough for the rate of each rank
     monkeypatch.setattr(train.time, "perf_counter", lambda: wall.now)
     display = Display(Heading("toy pdp") if rank == 0 else None, stream=err, clock=lambda: wall.now)
     training = SimpleNamespace(data=SimpleNamespace(tokens_per_sample=None), layout=SimpleNamespace(global_batch=4))
