@@ -238,7 +238,7 @@ def specify(
     where = found.catch(layout) if strategy else None
     if strategy:
         if model and where:
-            found.catch(_check_layout, config, strategy, model, where, example())
+            found.catch(_check_layout, config, strategy, model, where, data)
             found.catch(strategy.check_option, "compile", config.resolved["compile"], where)
             found.catch(strategy.check_option, "offload", config.resolved["offload"], where)
         if data and where:
@@ -378,14 +378,12 @@ def _check_data(config: Config, model: Model, data: Data, on_gpu: bool) -> None:
         raise ConfigError([Problem("data", given.name, rule, remedy)]) from None
 
 
-def _check_layout(
-    config: Config, strategy: Strategy, model: Model, layout: BatchPlan, example: tuple[Any, Tensor]
-) -> None:
+def _check_layout(config: Config, strategy: Strategy, model: Model, layout: BatchPlan, data: Data | None) -> None:
     """Refuse a model that cannot be laid out this way, or whose ranks would not compute by its plan what one does."""
     under("parallel", strategy.check, model, layout)
-    if layout.dims.tensor == 1 or not isinstance(model, foreign.Adapted):
+    if layout.dims.tensor == 1 or not isinstance(model, foreign.Adapted) or data is None:
         return
-    part = model.shortened()
+    part, example = model.shortened(), data.example()
     if part and failure(part, example):  # it counts its blocks
         part = copy.deepcopy(model)
     degree = layout.dims.tensor
