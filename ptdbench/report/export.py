@@ -43,11 +43,11 @@ def export(run: RunRecord, target: str) -> tuple[str, list[str]]:
     require(Problem("--to", target, rule, f"try {' or '.join(able)}") if alien else None)
     given = run.config["parallel"]
     options = Options(**{option.name: given[option.name] for option in fields(Options) if option.name in given})
-    known = row["options"] | (row.get("sharded_options", {}) if options.shards(plan.dims) else {})
+    carried = row["options"] | (row.get("sharded_options", {}) if options.shards(plan.dims) else {})
     lost = [
         f"{name.removesuffix('.name')}={value}"
         for name, value in _differing(run, options, degrees)
-        if name not in known or (known[name] and value not in known[name])
+        if name not in carried or (carried[name] and value not in carried[name])
     ]
     shown = ", ".join(f"{name}={size}" for name, size in degrees.items()) or "one rank"
     remarks = [
@@ -114,7 +114,7 @@ def _filled(text: str, values: dict[str, object], words: set[str]) -> str:
     """Return the lines whose words all hold, with the values."""
     kept = ""
     for line in text.splitlines():
-        shown, _, asked = line.partition("  #? ")
-        if all((word.removeprefix("!") in words) != word.startswith("!") for word in asked.split()):
-            kept += f"{shown}\n"
+        content, _, conditions = line.partition("  #? ")
+        if all((word.removeprefix("!") in words) != word.startswith("!") for word in conditions.split()):
+            kept += f"{content}\n"
     return Template(kept).substitute(values)
