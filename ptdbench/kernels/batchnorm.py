@@ -157,7 +157,7 @@ def has_forward(kind: type[nn.Module]) -> bool:
 
 def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
     """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; names stay as they are."""
-    for module in model.modules():
+    for module in model.modules() if dist.get_world_size(group) > 1 else ():
         if isinstance(module, _BatchNorm):
             base = DeviceSyncBatchNorm if device.type == "cuda" else HostSyncBatchNorm
             module.__class__ = _synchronized(type(module), base)  # type: ignore[arg-type]
