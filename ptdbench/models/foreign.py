@@ -274,9 +274,10 @@ class Adapted(nn.Module):
     @cached_property
     def _planned(self) -> dict[str, Role]:
         """Roles by a plan, computed before a layout replaces the layers."""
+        example = self._example()
         try:
             kinds = plans.expand(self.module, self._plan or {}, in_part=True)
-            roles = plans.roles(self, self._example(), _prefixed(kinds))
+            roles = plans.roles(self, example, _prefixed(kinds))
             return {name.removeprefix(PREFIX): role for name, role in roles.items()}
         except ValueError as reason:
             self.undivided = first_line(reason)

@@ -133,7 +133,7 @@ def _on_ranks(model: Model, batch: tuple[Any, Tensor], ranks: int, expected: Map
 
     forget_plans()
     threads._install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     try:
         workers = [threading.Thread(target=run, args=(rank, copy.deepcopy(model))) for rank in range(ranks)]
         for worker in workers:
@@ -141,7 +141,7 @@ def _on_ranks(model: Model, batch: tuple[Any, Tensor], ranks: int, expected: Map
         for worker in workers:
             worker.join()
     finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         threads._uninstall_threaded_pg()
         threads.ProcessLocalGroup.reset()
         forget_plans()

@@ -219,7 +219,8 @@ def specify(
     schedule: Schedule | None = found.catch(_schedule, config)
 
     def example() -> tuple[Any, Tensor]:
-        assert data  # called only after strategy, data and model exist
+        if data is None:
+            raise ConfigError([])  # what is wrong with it is found already
         return data.example()
 
     def layout() -> BatchPlan:
