@@ -31,9 +31,6 @@ from ptdbench.launch import local
 from ptdbench.problems import ConfigError, first_line
 from ptdbench.setup.config import Config
 
-#: Data of the models of timm and torchvision, and of transformers' image classifiers.
-IMAGES = ["data=synthetic_images", "data.image_size=32", "data.classes=10"]
-
 
 class Zoo(Matrix):
     """A matrix whose rows are models: a class or function, its arguments, and options of ptdbench."""
@@ -49,12 +46,12 @@ class Zoo(Matrix):
         target, *given = self.rows[row][1].split()
         options = [word for word in given if word.startswith(("data.", "optimizer.", "parallel.", "train."))]
         arguments = dict(word.split("=", 1) for word in given if word not in options)
-        prefix, data = "+model.", IMAGES
+        prefix, data = "+model.", ["data=synthetic_images", "data.image_size=32", "data.classes=10"]
         if target.startswith("transformers."):
             kind = hydra.utils.get_object(target).config_class
             arguments = {"_target_": f"transformers.{kind.__name__}"} | self._common(kind) | arguments
             prefix = "+model.config."
-            data = IMAGES if "ForImage" in target else ["data=synthetic_inputs", "data.sequence_length=16"]
+            data = data if "ForImage" in target else ["data=synthetic_inputs", "data.sequence_length=16"]
         else:
             arguments.setdefault("num_classes", "10")
         if "parallel.sync_batchnorm=true" in options and column not in ("ddp", "fsdp"):
@@ -116,7 +113,7 @@ def _numbers(job: Job, alone: Mapping[str, Config]) -> dict[str, Numbers | str]:
 
 
 def _fill(job: Job, left: Mapping[tuple[str, str], Config], references: Mapping[str, Any], path: Path) -> None:
-    """In a rank: what is said of each cell; a file has the last one, for the case that the ranks die of it."""
+    """In a rank: tell of each cell; the file names the present one, of which ranks may die."""
     torch.set_num_threads(1)
     for (row, column), config in left.items():
         if job.world.is_first:

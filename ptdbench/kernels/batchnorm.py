@@ -123,7 +123,7 @@ def has_forward(kind: type[nn.Module]) -> bool:
 
 def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
     """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; layers stay the same objects."""
-    for module in model.modules():
+    for module in model.modules() if dist.get_world_size(group) > 1 else ():
         if isinstance(module, _BatchNorm):
             if device.type == "cuda" and not has_forward(type(module)):
                 module.__class__ = nn.SyncBatchNorm
