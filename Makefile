@@ -87,7 +87,7 @@ parity-matrix: install  ## does every layout compute the same numbers under ever
 virtual-truth: install  ## memory on virtual GPUs against real ones; ARGS=layouts: does every layout run; docs/virtual.md
 	$(BENCHMARK)
 
-time-truth: install  ## predicted steps beside measured ones: docs/ledger.md; ARGS=--record
+time-truth: install  ## predicted steps beside measured ones: docs/ledger.md; ARGS="--record all"
 	$(BENCHMARK)
 
 any-program: install  ## do programs of other libraries run on virtual GPUs: docs/any-program.md; ARGS="--sources FOLDER"
