@@ -138,5 +138,6 @@ def addresses() -> dict[str, int]:
 if __name__ == "__main__":
     asked = (contexts, memory, copies, clocks, names, fork, addresses)
     answers = {ask.__name__: ask() for ask in asked}
-    answers["unanswered"] = [cuda.cudaGraphNodeGetDependencies(None), cuda.cudaGraphNodeGetDependencies(None), cuda.cublasDtrsm_v2(0)]
+    unanswered = cuda.cudaGraphNodeGetDependencies
+    answers["unanswered"] = [unanswered(None), unanswered(None), cuda.cublasDtrsm_v2(0)]
     print(json.dumps(answers))
