@@ -41,7 +41,8 @@ class Attention(nn.Module):
         turns = torch.polar(torch.ones_like(angles), angles)
         q, k = (_turned(part, turns) for part in (q, k))
         k, v = (part[:, :, :, None].expand(-1, -1, -1, self.queries, -1).flatten(2, 3) for part in (k, v))
-        mixed = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), is_causal=True)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -57,7 +58,9 @@ class Llama(llama.Llama):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for block in self.blocks:
-            block.attention = Attention(block.attention)
+            of = block.attention
+            assert isinstance(of, llama.GroupedAttention)
+            block.attention = Attention(of)
         for module in self.modules():
             if type(module) is nn.RMSNorm:
                 module.__class__ = Norm
