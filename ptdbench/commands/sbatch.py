@@ -17,15 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the script, and on standard error a remark on this shell."""
+    """Print the script, and remarks on standard error."""
     from ptdbench import search_path
 
     search_path.add_current()
     from ptdbench.setup import compose
     from ptdbench.sweep import requests
 
-    text, remark = requests.write_script(arguments.overrides, compose.source(arguments))
+    text, remarks = requests.write_script(arguments.overrides, compose.source(arguments))
     echo(text.removesuffix("\n"))
-    if remark:
+    for remark in remarks:
         echo(remark, sys.stderr)
     return 0

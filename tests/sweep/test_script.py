@@ -7,7 +7,8 @@ from unittest.mock import Mock
 import pytest
 
 from ptdbench.launch import slurm
-from ptdbench.launch.slurm import SlurmError
+from ptdbench.launch.slurm import Partition, SlurmError
+from ptdbench.problems import ConfigError
 from ptdbench.setup.compose import Source, compose_all, conf_folder
 from ptdbench.setup.config import Cluster
 from ptdbench.sweep import requests
@@ -122,11 +123,31 @@ def test_refused(overrides, line):
     assert refusal_of(written, *overrides) == Abridged(line)
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["no slurm", "no answer"])
-def test_how_many_gpus_a_node_has_must_be_said_without_slurm(silent, monkeypatch):
-    monkeypatch.setattr(slurm, "available", lambda: silent)
-    monkeypatch.setattr(slurm, "partitions", Mock(side_effect=SlurmError("Unable to contact slurm controller")))
-    told = "cluster.gpus_per_node=auto: … is not known here; give the number, or 0 for none"
-    assert refusal_of(requests.write_script, ["model=toy", "parallel=ddp,fsdp"]) == Abridged(told)
-    for known in ("device=cpu", "cluster.gpus_per_node=4", "cluster.gres=gpu:volta:2"):
-        assert requests.write_script(["model=toy", known])[1] is None
+class TestForAnotherCluster:
+    """What this machine's SLURM has not, another may have: it is told, and the script is written."""
+
+    def remarks(self, *overrides):
+        text, remarks = requests.write_script(["model=toy", *overrides])
+        assert "\nsrun " in text
+        return remarks
+
+    def test_what_slurm_here_would_refuse_is_a_remark_and_contradictions_stay_refused(self, monkeypatch):
+        monkeypatch.setattr(slurm, "available", lambda: True)
+        monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, (2,))])
+        assert {"--nodes=3", "--partition=far"} <= set(written("cluster.nodes=3", "cluster.partition=far")[0])
+        (told,) = self.remarks("device=cpu", "cluster.partition=far")
+        assert told.startswith("not on the SLURM of this machine: cluster.partition=far: there is no such partition")
+        assert self.remarks("cluster.nodes=2") == []
+        with pytest.raises(ConfigError, match=r"^cluster\.ranks_per_node=3: must not exceed the GPUs of a node"):
+            self.remarks("cluster.gpus_per_node=2", "cluster.ranks_per_node=3")
+
+    @pytest.mark.parametrize("silent", [False, True], ids=["no slurm", "no answer"])
+    def test_how_many_gpus_a_node_has_cannot_be_known_without_slurm(self, silent, monkeypatch):
+        monkeypatch.setattr(slurm, "available", lambda: silent)
+        monkeypatch.setattr(slurm, "partitions", Mock(side_effect=SlurmError("Unable to contact slurm controller")))
+        (told,) = self.remarks("parallel=ddp,fsdp")
+        assert told.startswith("no SLURM here tells how many GPUs a node has, so the script asks for none")
+
+    @pytest.mark.parametrize("known", ["device=cpu", "cluster.gpus_per_node=4", "cluster.gres=gpu:volta:2"])
+    def test_nothing_is_said_of_gpus_where_their_number_is_known(self, known):
+        assert self.remarks(known) == []
