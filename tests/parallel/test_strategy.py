@@ -335,9 +335,8 @@ def with_equal_layers() -> GPT:
         ({"context": 4, "tensor": 2}, gpt, "context=4: times 2 must divide the 4 heads …; try 2"),
         ({"context": 2, "context_method": "ring"}, not_causal, "context_method=ring: … is_causal; try ulysses"),
         ({"tensor": 2, "sequence": True}, lambda: on_meta(Toy), "sequence=true: … scatter…; try false"),
-        *(({degree: 2}, lambda: untold_by(nn.Linear(2, 2), 2),
-           f"{degree}=2: needs a model whose roles() name …try 1, or parallel=ddp,fsdp")
-          for degree in ("tensor", "context")),
+        ({"tensor": 2}, lambda: untold_by(nn.Linear(2, 2), 2), "tensor=2: it has no tp_plan, …; try 1…"),
+        ({"context": 2}, lambda: untold_by(nn.Linear(2, 2), 2), "context=2: needs a model whose roles() name …try 1…"),
         ({"pipeline": 8}, gpt, "pipeline=8: … the model's 4 layers; try 2, 4"),
         ({"pipeline": 5}, gpt, "pipeline=5: … 4 layers; try another cluster.ranks_per_node, or parallel=ddp"),
         ({"pipeline": 4, "schedule": "interleaved1f1b"}, gpt, "pipeline=4: pipeline(4) x stages_per_rank(2) = 8 stages "

@@ -53,13 +53,13 @@ def record(ranks: list[int], messages: dict[str, Messages], weights: list[int], 
 
 
 def test_lists_go_on_and_each_rank_counts_for_those_that_it_stands_for() -> None:
-    send = {"send": Messages(3.0, 30.0, 40.0)}
+    send = {"send": Messages(3.0, 30.0)}
     records = [record([0, 1], send, [5, 6], [0.1, 0.1]), record([2], send | {"recv": Messages(1.0)}, [7], [0.2])]
     combined = merged(records, {0: 1, 1: 1, 2: 6})
     account, memory = combined.virtual, combined.memory
     assert (account.ranks, account.reserved_bytes) == ([0, 1, 2], [0, 10, 20])
     assert (account.host_seconds, account.kernels) == ([0.1, 0.1, 0.2], {"product": [0, 1, 2]})
-    assert account.messages == {"send": Messages(3.0, 30.0, 40.0), "recv": Messages(6 / 8)}
+    assert account.messages == {"send": Messages(3.0, 30.0), "recv": Messages(6 / 8)}
     assert (memory.ranks["weights"], memory.moments) == ([5, 6, 7], ["forward"] * 3)
     assert (combined.metrics.peak_memory_bytes, combined.metrics.peak_reserved_bytes) == (2, 4)
 
