@@ -83,7 +83,8 @@ def in_rank() -> dict[Any, Any]:
     return seen
 
 
-def test_on_gpus_the_layer_is_torchs():
+def test_on_gpus_the_layer_is_torchs(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     model = nn.Sequential(norm := layer({}))
     synchronize_batchnorm(model, "the group", torch.device("cuda"))
     assert (model[0], type(norm), norm.process_group) == (norm, nn.SyncBatchNorm, "the group")
