@@ -143,9 +143,10 @@ class TestRefused:
 
     def test_refusal_is_one_line_and_nothing_is_submitted(self, submit, jobs, tmp_path):
         before = jobs()
-        done = submit(*TOY, "cluster.nodes=3")
+        done = submit(*TOY, "cluster.nodes=3", "train.global_batch=18")
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr == "cluster.nodes=3: partition debug has 2 nodes; try 2\n"
+        told = "cluster=slurm: nothing was submitted, because SLURM refuses 3 nodes x 2 ranks: "
+        assert (done.stderr.startswith(told), done.stderr.count("\n")) == (True, 1)
         assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
 
     def test_ranks_submit_no_jobs(self, run, jobs, tmp_path):
