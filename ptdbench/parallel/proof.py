@@ -1,20 +1,17 @@
 """Proof of a tensor-parallel plan: on its ranks a model computes what it computes on one.
 
-It runs in fp32 on the host, with a fork of this process for each rank, before any rank exists.
+It runs in fp32 on the host, with a thread of this process for each rank, before any rank exists.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import multiprocessing
-import os
-import tempfile
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from hashlib import sha256
-from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -22,23 +19,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed import multi_threaded_pg as threads
 
 from ptdbench import cache
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model, module_of, only_loss
 from ptdbench.nested import tensors, with_samples
 from ptdbench.parallel import tensor
+from ptdbench.parallel.mesh import forget_plans
 from ptdbench.parallel.roles import roles_of
 from ptdbench.problems import first_line
+
+#: The first torch whose process groups of threads do not crash.
+PROVES_SINCE = "2.14"
 
 #: The largest difference, relative to the largest number of a tensor.
 TOLERANCE = 1e-5
 
 #: Gradients are compared with this share of the largest one, if they are smaller: some are zero but for rounding.
 _SMALL = 1e-2
-
-#: How the reason of a rank begins that could not compute.
-_FAILS = "a rank fails"
 
 
 def prove(model: Model, example: tuple[Any, Tensor], ranks: int) -> str | None:
@@ -56,7 +55,7 @@ def prove(model: Model, example: tuple[Any, Tensor], ranks: int) -> str | None:
         return None
     _fill(model)
     batch = with_samples(example, 2, "cpu", filled=True)
-    difference = _on_ranks(model, batch, ranks)
+    difference = _on_ranks(model, batch, ranks, _computed(copy.deepcopy(model), batch))
     if difference is None:
         with suppress(OSError):
             cache.keep("tensor_plans", key, {"equal": True})
@@ -120,47 +119,36 @@ def _computed(model: Model, batch: tuple[Any, Tensor]) -> dict[str, Tensor]:
     return results
 
 
-def _on_ranks(model: Model, batch: tuple[Any, Tensor], ranks: int) -> str | None:
-    """Return the first difference on the first rank that has any; if a rank fails, that, and the others are ended."""
-    fork, reasons = multiprocessing.get_context("fork"), dict[int, str | None]()
-    with tempfile.TemporaryDirectory() as folder:
-        ends = [fork.Pipe(duplex=False) for _ in range(ranks)]
-        workers = [
-            fork.Process(target=_be_rank, args=(rank, ranks, model, batch, folder, ends[rank][1]), daemon=True)
-            for rank in range(ranks)
-        ]
-        for worker, (_, written) in zip(workers, ends, strict=True):
-            worker.start()
-            written.close()
-        waiting = {read: rank for rank, (read, _) in enumerate(ends)}
-        while waiting and not any((reason or "").startswith(_FAILS) for reason in reasons.values()):
-            for ready in connection.wait([*waiting]):
-                rank = waiting.pop(ready)  # type: ignore[call-overload]
-                try:
-                    reasons[rank] = ready.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    reasons[rank] = f"{_FAILS}: its process has died"
-        for worker in workers:
-            worker.kill()  # all have told, or one has failed, for which others would wait
-            worker.join()
-    failed = [reason for reason in reasons.values() if reason and reason.startswith(_FAILS)]
-    return next(iter(failed or filter(None, map(reasons.get, range(ranks)))), None)
+def _on_ranks(model: Model, batch: tuple[Any, Tensor], ranks: int, expected: Mapping[str, Tensor]) -> str | None:
+    """Return the first difference on the first rank that has any, with process groups of threads."""
+    store, reasons = dist.HashStore(), dict[int, str | None]()
 
+    def run(rank: int, part: Model) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
+            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+            tensor.parallelize(part, module_of(part), mesh, sequence=False)
+            reasons[rank] = _difference(expected, _computed(part, batch))
+        except BaseException as error:  # the failure of another thread is a SystemExit here
+            if isinstance(error, Exception):
+                reasons[rank] = f"a rank fails: {first_line(error)}"
+            threads.ProcessLocalGroup.exception_handle(error)
 
-def _be_rank(
-    rank: int, ranks: int, model: Model, batch: tuple[Any, Tensor], folder: str, told: connection.Connection
-) -> None:
-    """Send how this rank's numbers differ from those of one rank, which it computes first."""
-    torch.set_num_threads(1)  # the pool of threads is not forked
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    forget_plans()
+    threads._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     try:
-        expected = _computed(copy.deepcopy(model), batch)
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-        tensor.parallelize(model, module_of(model), mesh, sequence=False)
-        told.send(_difference(expected, _computed(model, batch)))
-    except Exception as error:
-        told.send(f"{_FAILS}: {first_line(error)}")
+        workers = [threading.Thread(target=run, args=(rank, copy.deepcopy(model))) for rank in range(ranks)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+        threads._uninstall_threaded_pg()
+        threads.ProcessLocalGroup.reset()
+        forget_plans()
+    return next((reasons[rank] for rank in sorted(reasons) if reasons[rank]), None)
 
 
 def _difference(expected: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> str | None:

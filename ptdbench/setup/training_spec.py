@@ -358,6 +358,9 @@ def _check_layout(config: Config, strategy: Strategy, model: Model, layout: Batc
     if part and failure(part, example):  # it counts its blocks
         part = copy.deepcopy(model)
     degree = layout.dims.tensor
+    if part and torch.__version__ < proof.PROVES_SINCE:
+        rule = f"the plan of a model of others is proven first, which needs torch {proof.PROVES_SINCE} or newer"
+        require(Problem("parallel.tensor", degree, f"{rule} (installed: {torch.__version__})", "try parallel=ddp,fsdp"))
     if part and (difference := proof.prove(part, example, divisors(degree)[1])):
         first = difference.replace(f" {foreign.PREFIX}", " ")
         rule = f"by the plan of model={config.call('model').name}, ranks do not compute what one does: {first}"

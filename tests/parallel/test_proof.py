@@ -13,6 +13,10 @@ from tests.models import users
 from tests.models.test_plans import ATTENTION, MLP, TOKENS, adapted
 from tests.refusals import Abridged
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < proof.PROVES_SINCE, reason=f"needs torch {proof.PROVES_SINCE} to prove a plan"
+)
+
 TIED = {"embed": "embedding_rowwise", "head": "colwise_rep"}
 
 
