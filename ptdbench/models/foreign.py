@@ -91,7 +91,7 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
 
     Args:
         config: A class or function under ``_target_``, and its arguments; under ``tp_plan`` a plan, see
-            :mod:`ptdbench.models.plans`; under ``criterion`` the loss, unless it is one of the arguments.
+            ``ptdbench.models.plans``; under ``criterion`` the loss, unless it is one of the arguments.
         seed: The run's seed, for a module whose constructor initializes it.
         example: ``(inputs, targets)`` of one sample on the meta device; see ``Data.example``.
 
