@@ -62,10 +62,10 @@ def _compute(name: str, arguments: Any, options: Any, results: Any) -> Any:
 
     if name == "topk" and arguments[0].is_floating_point():
         return [results[0], _turns(*arguments[:3])]
-    reads = [*filter(torch.is_tensor, tree_leaves(arguments[1:] if name in _WRITERS else (arguments, options)))]
-    known = all(map(_is_known, reads))
     if not all(result.is_cuda and _is_whole(result) for result in results):
         return None
+    reads = [*filter(torch.is_tensor, tree_leaves(arguments[1:] if name in _WRITERS else (arguments, options)))]
+    known = all(map(_is_known, reads))
     if name == "copy_" and not known and not _is_whole(reads[0]):
         return [torch.zeros(reads[0].shape).expand(results[0].shape)]  # floats that nobody computed are zeros
     if not known or not (name == "copy_" or all(map(_is_whole, reads))):
