@@ -10,7 +10,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("[!_]*/*.md")), *sorte
 
 def whole(text: str) -> str:
     """The text with commands that are continued on the next line, after a backslash, in one line."""
-    return re.sub(r" *\\\n\s*", " ", text)
+    return re.sub(r" +\\\n\s*", " ", text).replace("\\\n", "")
 
 
 def commands(text: str) -> list[str]:
