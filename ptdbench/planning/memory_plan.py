@@ -21,7 +21,7 @@ from ptdbench.models.protocol import module_of
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import StateBytes, footprints
-from ptdbench.parallel.precision import DTYPES
+from ptdbench.parallel.precision import DTYPES, arithmetic
 from ptdbench.planning import recordings, step_time
 from ptdbench.planning.classes import classes, merged
 from ptdbench.planning.recordings import Recording
@@ -44,6 +44,7 @@ from ptdbench.report.display import Heading, headed
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
 from ptdbench.setup.run_spec import RunSpec
+from ptdbench.setup.training_spec import Flops
 from ptdbench.units import gib_text
 from ptdbench.virtual.watch import LOGS
 
@@ -186,7 +187,10 @@ class _Virtual:
         self._held = held(spec.training, self._layouts)
         self._records: dict[int, Record] = {}
         stages = {spec.training.layout.dims.stage(rank) for rank in self._classes}
-        self._no_time = step_time.obstacle(spec, len(stages))
+        nodes = spec.config.cluster.nodes
+        self._no_time = step_time.obstacle(self._gpu, 1 if nodes == "auto" else nodes)
+        if spec.training.layout.dims.pipeline > len(stages):
+            self._no_time = self._no_time or "not all stages of the pipeline ran"
         self._logs: Sequence[log.Log] = []  # of the last profiled run
 
     def fields(self) -> dict[str, object]:
@@ -313,7 +317,17 @@ class _Virtual:
         if self._no_time or not self._logs:
             return Predicted(reason=self._no_time or "no log was written")
         is_whole = stand_in(self._training, layout) == layout
-        return step_time.predicted(self._logs, self._spec, layout, None if is_whole else layout.accumulation)
+        step = step_time.predicted(self._logs, self._gpu, None if is_whole else layout.accumulation)
+        return self._rated(step, layout.global_batch) if step.step_seconds else step
+
+    def _rated(self, step: Predicted, batch: int) -> Predicted:
+        """Return a predicted step of a global batch with its throughput and MFU."""
+        rate, tokens = batch / (step.step_seconds or math.inf), self._training.data.tokens_per_sample
+        flops = Flops.of(self._training.model).per_sample
+        peak = self._gpu.peaks.get(arithmetic(self._spec.config.general.precision, "cuda"))
+        mfu = rate * flops / self._spec.world_size / peak if flops and peak else None
+        tokens_per_second = rate * tokens if tokens else None
+        return structs.replace(step, samples_per_second=rate, tokens_per_second=tokens_per_second, mfu=mfu)
 
     def _shortfall(self, shown: int, needed: int | None, search: Search) -> str:
         """Return the message about what does not fit, and what would."""

@@ -42,7 +42,8 @@ class Costed:
     threads: Sequence[int]  #: The number of the calling thread.
     sizes: Sequence[int]  #: Bytes.
     guessed: Sequence[int]  #: Those of them that are a guess.
-    operations: Sequence[str]  #: Of messages, as a trace names them; empty for others.
+    #: Of messages, as a trace names them: ``send`` and ``recv`` in one direction, ``send_recv`` in both; or empty.
+    operations: Sequence[str]
 
 
 def costed(log: Log, records: NDArray[Any], costs: Costs, joins: bool = True) -> Costed:
@@ -69,7 +70,8 @@ def costed(log: Log, records: NDArray[Any], costs: Costs, joins: bool = True) ->
         elif kind == Kind.MESSAGE.value:
             record, transfers = records[place], pending.pop(stream, [])
             family, seconds = "messages", _seconds(record, transfers, costs)
-            operation = "send_recv" if transfers else OPERATIONS[record["operation"]]
+            directions = sorted({OPERATIONS[transfer["operation"]] for transfer in transfers}, reverse=True)
+            operation = "_".join(directions) or OPERATIONS[record["operation"]]
             keys = _keys(record, transfers, None if joins else log.facts["rank"])
             action = Action(Does.MESSAGE, host + prices.CALL, stream, seconds, keys)
         else:
@@ -122,11 +124,14 @@ def _seconds(record: Any, transfers: Sequence[Any], costs: Costs) -> float:
 def _keys(record: Any, transfers: Sequence[Any], alone: int | None) -> tuple[Hashable, ...]:
     """Return the keys by which the ranks of a message find each other; ``alone``: the rank, if it has run apart.
 
-    Transfers are known by their ends and size, since ranks that ran apart have no communicator in common.
+    The first item of a key is how many ranks have it. Transfers of ranks that ran apart, which have no communicator in
+    common, are known by their ends and size.
     """
     keys = list[Hashable]()
     for transfer in transfers:
         ranks, own, peer = (int(size) for size in transfer["dims"][:3])
         ends = (own, peer) if OPERATIONS[transfer["operation"]] == "send" else (peer, own)
-        keys.append((ranks, *ends, int(transfer["bytes"]), int(transfer["sequence"])))
-    return (*keys,) if keys else ((alone, int(record["object"]), int(record["sequence"])),)
+        communicator = int(transfer["object"]) if alone is None else ranks
+        keys.append((2, communicator, *ends, int(transfer["bytes"]), int(transfer["sequence"])))
+    members = int(record["dims"][0]) if alone is None else 1
+    return (*keys,) if keys else ((members, alone, int(record["object"]), int(record["sequence"])),)

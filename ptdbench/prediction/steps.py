@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import mul
@@ -78,13 +78,17 @@ def predict(logs: Sequence[Log], costs: Costs, passes: int | None = None) -> Pre
         NoCosts: The device has no costs of some work.
         ValueError: The logs do not belong together.
     """
-    of_ranks, joins = [], len(logs) == logs[0].facts["world_size"]
+    of_ranks, is_apart = [], any(log.facts.get("alone") for log in logs)
+    joins = len(logs) == logs[0].facts["world_size"] and not is_apart
     for log in logs:
         steps = [*log.steps()]
         if not steps or not len(steps[-1]):
             raise NoTime(f"the log of rank {log.facts['rank']} has no complete step")
         records = steps[-1]
+        if len({*records["device"].tolist()}) > 1:
+            raise NoTime("a process uses several GPUs")
         of_ranks.append(costed(log, records[_repeated(records["thread"].tolist(), passes)], costs, joins))
+    _require_partners(of_ranks, joins)
     timelines, seconds, begin = _replayed([step.actions for step in of_ranks])
     busiest = max(range(len(logs)), key=lambda rank: sum(action.seconds for action in of_ranks[rank].actions
                                                          if action.kind == Kind.WORK))  # fmt: skip
@@ -93,6 +97,25 @@ def predict(logs: Sequence[Log], costs: Costs, passes: int | None = None) -> Pre
     parts = _parts(step, line, seconds)
     guessed = sum(step.guessed)
     return Prediction(seconds, parts, _errors(step, costs), guessed, step, line, of_ranks)
+
+
+def _require_partners(ranks: Sequence[Costed], joins: bool) -> None:
+    """Raise NoTime if a message waits for ranks without a log; of an exchange one rank may stand for the others."""
+    messages = [
+        (operation, action.subject)
+        for step in ranks
+        for action, operation in zip(step.actions, step.operations, strict=True)
+        if operation
+    ]
+    calls = defaultdict[Hashable, list[str]](list)
+    for operation, keys in messages:
+        for key in keys:
+            calls[key].append(operation)
+    for operation, keys in messages:
+        if operation in ("send", "recv") and any({*calls[key]} == {operation} for key in keys):
+            raise NoTime("not all stages of its pipeline ran")
+        if joins and any(len(calls[key]) < key[0] for key in keys):
+            raise NoTime(f"the steps of its ranks are not the same: {operation} is not called by all")
 
 
 def _repeated(threads: Sequence[int], passes: int | None) -> list[int]:

@@ -85,7 +85,7 @@ def answer(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
     sizes = {name: size for name, run in named if run.kind == "virtual" and (size := run.metrics.peak_memory_bytes)}
     if least := min(sizes, key=sizes.__getitem__, default=None):
         yield f"Least memory: {least}, {memory_text(sizes[least])} on its largest rank; virtual runs have no times"
-    called = {id(run): name for name, run in named if run.predicted.step_seconds}
+    called = {id(run): name for name, run in named if predictions.rate_of(run)}
     first = [place for place in predictions.rank([run for _, run in named if id(run) in called]) if not place.faster]
     if len(called) > 1:
         leaders = spoken([called[id(place.alternative.runs[0])] for place in first])
@@ -209,6 +209,8 @@ def explained(record: RunRecord, called: str, width: int) -> str:
 def _predicted(record: RunRecord, width: int) -> Iterator[str]:
     """Yield what a predicted step is made of, and its phases; nothing without one."""
     step, parts, phases = record.predicted, record.predicted.parts or {}, record.predicted.phases or {}
+    if step.reason:
+        yield wrap(f"no predicted time: {step.reason}", width)
     if not step.step_seconds or not step.low or not step.high:
         return
     times = [f"{three_digits(1e3 * seconds)} ms" for seconds in (step.step_seconds, step.low, step.high)]

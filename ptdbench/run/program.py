@@ -10,11 +10,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ptdbench.planning import step_time
+from ptdbench.prediction import log
 from ptdbench.profiling.kernels import by_kind
 from ptdbench.records import accounts, record, schema, store
 from ptdbench.records.run_record import RunRecord, typed
-from ptdbench.records.schema import FirstStep, Messages, Virtual
-from ptdbench.virtual import program
+from ptdbench.records.schema import FirstStep, Messages, Predicted, Virtual
+from ptdbench.virtual import program, watch
 from ptdbench.virtual.device import Device
 from ptdbench.virtual.machine import Machine
 
@@ -64,15 +66,39 @@ def execute(request: Request, stdout: int | None = None) -> tuple[RunRecord, int
     with tempfile.TemporaryDirectory(prefix="ptdbench-virtual-") as scratch:
         folder = directory / SNAPSHOTS if request.stacks else Path(scratch)
         folder.mkdir(exist_ok=True)
-        environ = {**os.environ, **variables, **program.environment(folder.resolve(), request.steps, request.stacks)}
+        watched = program.environment(folder.resolve(), request.steps, request.stacks)
+        obstacle = step_time.obstacle(request.gpu, request.nodes or 1)
+        logs = Path(os.environ.get(watch.LOGS) or Path(scratch, "logs").resolve())
+        environ = {**os.environ, **variables, **watched, **({} if obstacle else {watch.LOGS: str(logs)})}
         size = (request.nodes or 1) * request.count
         launched = [*(range(size) if request.ranks is None else request.ranks)] if request.nodes else []
         of_ranks = program.of_ranks(launched, request.count, request.nodes or 1, Path(scratch)) if launched else [{}]
         commands = [(request.command, {**environ, **of_rank}) for of_rank in of_ranks]
         ended = program.execute(commands, folder, request.steps, stdout)
-    draft = {**store.load_record(directory), **_results(request, ended)}
+        predicted = Predicted(reason=obstacle) if obstacle else _predicted(request.gpu, logs, ended.reports)
+    draft = {**store.load_record(directory), **_results(request, ended), "predicted": predicted}
     store.write_record(directory, draft)
     return typed(draft), ended.status
+
+
+def _predicted(gpu: Device, folder: Path, reports: Sequence[Mapping[str, Any]]) -> Predicted:
+    """Return the predicted step of a program, from the logs of its processes that take steps."""
+    stepping = [report for report in reports if report["steps"]]
+    if why := next((report["unlogged"] for report in stepping if "unlogged" in report), None):
+        return Predicted(reason=why)
+    steps, needed = min((report["steps"] for report in stepping), default=0), watch.BEFORE_LOG + watch.LOGGED
+    if steps < needed:
+        return Predicted(reason=f"of {needed} steps, {watch.BEFORE_LOG} to warm up, it took {steps}")
+    pids = {report["pid"] for report in stepping}
+    try:
+        logs = [of_rank.last() for of_rank in log.read(folder) if of_rank.facts["pid"] in pids]
+        if len(logs) < len(pids):
+            return Predicted(reason=f"{len(pids) - len(logs)} of its processes wrote no log")
+        if not all(of_rank.records["operators"].any() for of_rank in logs):
+            return Predicted(reason="its operators were not counted, and the host's work is unknown")
+        return step_time.predicted(logs, gpu)
+    except (OSError, ValueError, KeyError) as fault:
+        return Predicted(reason=f"its logs cannot be read: {fault}")
 
 
 def _begin(request: Request) -> Any:

@@ -57,11 +57,11 @@ def _of_rank(job: Job, loop: StepLoop) -> Virtual:
 
 
 def _write_log(job: Job, loop: StepLoop) -> None:
-    """Write a log of some steps if one is asked for, under torch's profiler, by which the library counts operators."""
-    log = Log(job.world.rank, job.world.size)
+    """Write a log of some steps if one is asked for."""
+    log = Log()
     if not log:
         return
-    with job.display.during("profiling"), closing(loop.feed), profile.profiled(job.device):
+    with job.display.during("profiling"), closing(loop.feed):
         log.begin()
         for number in range(loop.done, loop.done + LOGGED):
             profile.step(loop, number)

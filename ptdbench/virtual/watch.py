@@ -28,9 +28,15 @@ from typing import Any
 #: to be kept, in a snapshot for torch's viewer beside the report; the folder of the logs, if any.
 FOLDER, STEPS, STACKS, LOGS = (f"PTDBENCH_VIRTUAL_{name}" for name in ("REPORTS", "STEPS", "STACKS", "LOG"))
 
+#: Set if a process is one of several whose messages reach nobody.
+ALONE = "PTDBENCH_VIRTUAL_ALONE"
+
 #: Steps of a program before those that are logged, and how many these are: the first compiles, and creates the
 #: optimizer's state.
-_BEFORE_LOG, LOGGED = 2, 2
+BEFORE_LOG, LOGGED = 2, 2
+
+#: Why operators are not counted: torch has one profiler, and the program's goes first.
+PROFILED = "its own profiler runs meanwhile"
 
 #: Allocations whose stacks torch keeps.
 _MOST_ALLOCATIONS = 1_000_000
@@ -110,30 +116,40 @@ def settle() -> None:
 
 
 class Log:
-    """The log of this process, which :mod:`ptdbench.prediction.log` reads; false if no folder is named for it.
+    """The log of this process, which :mod:`ptdbench.prediction.log` reads; false without a folder, or after its end."""
 
-    Args:
-        rank: The rank of the process, -1 if it has none.
-        world_size: The number of ranks.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._facts = {"rank": rank, "world_size": world_size, "pid": os.getpid()}
+    def __init__(self) -> None:
         self._folder = os.environ.get(LOGS)
+        self._announced: list[tuple[Any, Any]] = []
+        self._counts = False  #: Whether torch's profiler runs for the log.
 
     def __bool__(self) -> bool:
         return bool(self._folder)
 
     def begin(self) -> None:
-        """Log what this process has its GPU do from now on, which must be the beginning of a step."""
+        """Log what this process has its GPU do from now on, which must be the beginning of a step.
+
+        The library counts the operators that torch's profiler announces to it.
+
+        Raises:
+            RuntimeError: Operators cannot be counted here.
+            OSError: The log cannot be written.
+        """
         import torch
 
-        name = self._facts["rank"] if self._facts["rank"] >= 0 else self._facts["pid"]
-        facts = {**self._facts, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError(PROFILED)
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("they end inside of backward passes")
+        facts = {**identity(), "pid": os.getpid(), "alone": bool(os.environ.get(ALONE)), "torch": torch.__version__}
+        facts["device"] = torch.cuda.get_device_name()
+        path = f"{self._folder}/{facts['rank'] if facts['rank'] >= 0 else os.getpid()}"
         Path(str(self._folder)).mkdir(parents=True, exist_ok=True)
-        if not ctypes.CDLL(None).ptdbench_virtual_log(f"{self._folder}/{name}".encode(), json.dumps(facts).encode()):
+        if not ctypes.CDLL(None).ptdbench_virtual_log(path.encode(), json.dumps(facts).encode()):
             raise OSError(f"{LOGS}={self._folder}: the log cannot be written there")
         self._announced = [*_announce_bytes()]
+        _profile()
+        self._counts = True
         self.mark()
 
     def mark(self) -> None:
@@ -141,10 +157,37 @@ class Log:
         ctypes.CDLL(None).ptdbench_virtual_mark(b"step")
 
     def end(self) -> None:
-        """End the log after its last step."""
+        """End the log, if it has begun."""
+        import torch
+
+        self._folder = None
         ctypes.CDLL(None).ptdbench_virtual_log(None, None)
         for launcher, run in self._announced:
             launcher.run = run
+        if self._counts:
+            self._counts = False
+            torch._C._autograd._disable_profiler()
+
+
+def identity() -> dict[str, int]:
+    """Return ``rank`` and ``world_size`` of this process, by torch or its launcher; -1 and 1 without either."""
+    import torch
+
+    groups = torch.distributed
+    if groups.is_available() and groups.is_initialized():
+        return {"rank": groups.get_rank(), "world_size": groups.get_world_size()}
+    return {"rank": int(os.environ.get("RANK", "-1")), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+
+
+def _profile() -> None:
+    """Start torch's profiler in this thread and those of its backward passes, without shapes, stacks or memory."""
+    from torch._C import _autograd, _profiler
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it says nothing
+    config = _profiler.ProfilerConfig(_profiler.ProfilerState.KINETO, *[False] * 5, _profiler._ExperimentalConfig())
+    activities = {_profiler.ProfilerActivity.CPU, _profiler.ProfilerActivity.CUDA}
+    _autograd._prepare_profiler(config, activities)
+    _autograd._enable_profiler(config, activities)
 
 
 def _announce_bytes() -> Iterator[tuple[Any, Any]]:
@@ -215,10 +258,9 @@ class _Watch:
         self._before: Account = {}  #: At the last step.
         self._devices: dict[int, dict[str, int]] = {}
         self._report: dict[str, Any] = {
-            **{name: int(os.environ.get(name.upper(), "-1")) for name in ("rank", "local_rank", "world_size")},
-            **{"pid": os.getpid(), "command": sys.argv, "steps": 0, "devices": self._devices},
+            **{**identity(), "pid": os.getpid(), "command": sys.argv, "steps": 0, "devices": self._devices},
         }
-        self._log = Log(self._report["rank"], self._report["world_size"])
+        self._log = Log()
         ctypes.CDLL(None).ptdbench_virtual_note_crashes()
         self._hook()
         if os.environ.get(STACKS):
@@ -235,6 +277,9 @@ class _Watch:
         register_optimizer_step_post_hook(lambda stepped, *_: _safely(self._optimizer_stepped, stepped))
         steps: Any = self._torch.autograd.profiler.KinetoStepTracker
         steps.increment_step = _told(steps.increment_step, self._profiler_stepped)
+        profiler: Any = self._torch.autograd.profiler
+        for name in ("_prepare_profiler", "_enable_profiler"):
+            setattr(profiler, name, _told(getattr(profiler, name), lambda *_: self._give_up_log(PROFILED)))
         compiled: Any = self._torch._C
         compiled._cuda_resetPeakMemoryStats = _told(compiled._cuda_resetPeakMemoryStats, lambda _: self._measure())
         compiled._cuda_attach_out_of_memory_observer(partial(_safely, self._out_of_memory))
@@ -259,21 +304,30 @@ class _Watch:
         if self._is_over() or not any(part in kernel for kernel in step["kernels"] for part in _OF_PASSES):
             return False
         self._before = account
-        self._report |= {"steps": self._report["steps"] + 1, "step": step}
+        self._report |= {**identity(), "steps": self._report["steps"] + 1, "step": step}
         if self._report["steps"] == 1:
             allocated = {number: device.get("allocated", 0) for number, device in self._devices.items()}
             self._report["first"] = step | {"allocated": allocated}
-        self._note_in_log(self._report["steps"] - _BEFORE_LOG)
+        self._note_in_log(self._report["steps"] - BEFORE_LOG)
         self._write()
         settle()
         return True
 
     def _note_in_log(self, logged: int) -> None:
         """Begin, mark or end the log, of which so many steps have been taken; below 0: none is due yet."""
-        if self._log and 0 <= logged <= LOGGED:
+        if not self._log or not 0 <= logged <= LOGGED:
+            return
+        try:
             (self._log.mark if logged else self._log.begin)()
-            if logged == LOGGED:
-                self._log.end()
+        except Exception as error:
+            self._give_up_log(str(error))
+        if logged == LOGGED:
+            self._log.end()
+
+    def _give_up_log(self, why: str) -> None:
+        if self._log:
+            self._report["unlogged"] = f"its steps cannot be logged: {why}"
+            self._log.end()
 
     def _is_over(self) -> bool:
         return bool(self._report["steps"] >= self._most_steps)
@@ -333,10 +387,10 @@ def _safely(function: Any, *arguments: Any) -> Any:
 
 
 def _told(function: Any, tell: Any) -> Any:
-    """Return a function of one argument that tells it before it does its work."""
+    """Return a function that tells its arguments before it does its work."""
 
-    def telling(argument: Any) -> Any:
-        _safely(tell, argument)
-        return function(argument)
+    def telling(*arguments: Any, **options: Any) -> Any:
+        _safely(tell, *arguments)
+        return function(*arguments, **options)
 
     return telling

@@ -54,7 +54,7 @@ def test_ranks_wait_for_each_other():
         return record("MESSAGE", name=4, stream=8, operation="all_reduce", dims=(2, rank), object=5, bytes=2**29)
 
     logs = [
-        log(*[kernel()] * busy, *TO_MESSAGES, message(rank), *FROM_MESSAGES, kernel(), rank=rank)
+        log(*[kernel()] * busy, *TO_MESSAGES, message(rank), *FROM_MESSAGES, kernel(), rank=rank, world_size=2)
         for rank, busy in enumerate((1, 4))
     ]
     moving = H200.message("all_reduce", 2, 2**29)

@@ -14,7 +14,9 @@ from tests.prediction.test_steps import FROM_MESSAGES, TO_MESSAGES, backward, ke
 
 def test_phases_of_a_predicted_step_are_read_as_of_a_measured_one(tmp_path):
     of = record("MESSAGE", name=4, stream=8, operation="all_reduce", dims=(2, 0), object=5, bytes=2**29)
-    step = predict([log(kernel(), kernel(), *backward(3), *TO_MESSAGES, of, *FROM_MESSAGES, kernel())], H200)
+    step = predict(
+        [log(kernel(), kernel(), *backward(3), *TO_MESSAGES, of, *FROM_MESSAGES, kernel(), world_size=2)], H200
+    )
     moving = H200.message("all_reduce", 2, 2**29)
     taken = trace.phases(step)
     assert taken.duration == pytest.approx(6e-3 + moving, rel=1e-4)
