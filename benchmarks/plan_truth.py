@@ -2,10 +2,12 @@
 
     make plan-truth ARGS="--only sizes --sizes 6 80"
 
-``layouts``: 40 layouts of llama_8b on eight virtual H100; ``large``: llama_70b on 256; ``repeated``: the same once
-more, known from the cache. Each layout needs an answer, in so many seconds and bytes: each page that several processes
-share counts in parts (PSS). ``sizes``: ten sizes of a virtual GPU, and a batch that many micro-batches divide; good is
-if the first micro-batch that the line proposes fits, and nothing larger does, for nine of them.
+``layouts``: 40 layouts of llama_8b on eight virtual H100, with times; ``large``: llama_70b on 256; ``repeated``: the
+same once more, known from the cache. Each layout needs an answer, in so many seconds and bytes: each page that several
+processes share counts in parts (PSS). ``times``: how many times as many seconds of processors a plan with a time takes
+as one without, for the same GPU by a name without costs; and how long a million pieces of work take to replay.
+``sizes``: ten sizes of a virtual GPU, and a batch that many micro-batches divide; good is if the first micro-batch that
+the line proposes fits, and nothing larger does, for nine of them.
 """
 
 from __future__ import annotations
@@ -18,14 +20,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 
-from benchmarks.script import ROOT, judged, keep, options
+from benchmarks.script import ROOT, judged, keep, options, read
 from ptdbench.parallel.dims import divisors
+from ptdbench.prediction.actions import costed
+from ptdbench.prediction.costs import Costs
+from ptdbench.prediction.log import Log
+from ptdbench.prediction.replay import Kind, replay
+from ptdbench.setup import choices
 
 LAYOUTS = (
     "model=llama_8b", "virtual=h100", "cluster.ranks_per_node=8", "precision=bf16", "train.global_batch=64,128",
@@ -40,6 +49,13 @@ SIZES = (
     "model=gpt_small", "virtual=h100", f"cluster.ranks_per_node={RANKS_OF_SIZES}", "precision=bf16", "parallel=fsdp",
     f"train.global_batch={RANKS_OF_SIZES * SAMPLES}", "train.micro_batch=max", "memory_reserve=0",
 )  # fmt: skip
+TIMED = (
+    "model=llama_8b", "virtual=h100", "cluster.ranks_per_node=8", "precision=bf16", "parallel=fsdp",
+    "activations=selective", "train.micro_batch=max",
+)  # fmt: skip
+
+#: What has no costs, pairs of plans with and without times, and pieces of work of the replay.
+UNKNOWN, PAIRS, PIECES = "virtual.gpu.name=unknown", 3, 1_000_000
 
 #: Tries from which a line is drawn, unless one of them is too large already.
 POINTS = 3
@@ -58,13 +74,15 @@ class Plan:
     """A ``ptdbench plan`` that has ended."""
 
     seconds: float  #: From its start to the end of its output.
+    processors: float  #: Seconds of processors, of all of its processes.
     pss: int  #: Bytes that its processes had at most at once, those that they share in parts.
     records: Sequence[Record]  #: What it has printed; nothing if it was refused or killed.
 
     def judged(self, name: str, layouts: int, seconds: float, most: float = math.inf) -> bool:
         """Print how many layouts were answered, and in what time and memory; whether that is as required."""
         answers = sum(record["status"] in ("ok", "oom") and bool(_tries(record)) for record in self.records)
-        figure = f"{answers} of {layouts} answered in {self.seconds:.1f} s, {self.pss / 1e9:.2f} GB of PSS"
+        taken = f"{self.seconds:.1f} s, {self.processors:.0f} s of the processors"
+        figure = f"{answers} of {layouts} answered in {taken}, {self.pss / 1e9:.2f} GB of PSS"
         keep(f"plan {name}", figure)
         memory = "" if most == math.inf else f" and {most / 1e9:.0f} GB"
         is_met = answers == layouts and self.seconds <= seconds and self.pss <= most
@@ -77,6 +95,7 @@ def main() -> int:
         "layouts": lambda: plan(LAYOUTS, "--again").judged("layouts", 40, 600),
         "large": lambda: plan(LARGE, "--again").judged("large", 1, 180, 2e9),
         "repeated": _repeated,
+        "times": _times,
         "sizes": lambda: _sizes(given.sizes),
     }
     given = options(__doc__, only=(tuple(parts), "parts", parts), sizes=(GIB, "GiB of the GPUs"))
@@ -86,6 +105,27 @@ def main() -> int:
 def _repeated() -> bool:
     plan(LARGE)
     return plan(LARGE).judged("repeated", 1, 2)
+
+
+def _times() -> bool:
+    taken = [(plan(TIMED, "--again"), plan([*TIMED, UNKNOWN], "--again")) for _ in range(PAIRS)]
+    assert all("step_seconds" in timed.records[0]["predicted"] for timed, _ in taken)
+    assert all(unknown.records[0]["predicted"]["reason"] for _, unknown in taken)
+    more = median(timed.processors / unknown.processors for timed, unknown in taken)
+    machine = choices.virtual(read("virtual=h100"))
+    assert machine
+    log = Log.load(ROOT / "benchmarks/clock/llama_8b_bf16_false.npz")
+    step = costed(log, [*log.steps()][-1], Costs.of(machine.gpu)).actions
+    pieces = [
+        piece._replace(subject=((number, *piece.subject),)) if piece.kind == Kind.MESSAGE else piece
+        for number, piece in enumerate(islice(cycle(step), PIECES))
+    ]
+    started = time.process_time()
+    replay([pieces], 0.2)
+    seconds = time.process_time() - started
+    keep("plan times", f"{more:.2f} times as long with a time; a million pieces replayed in {seconds:.1f} s")
+    is_met = judged(f"times: a plan with a time takes {more:.2f} times as long as without", "at most 1.5", more <= 1.5)
+    return judged(f"times: a million pieces replayed in {seconds:.1f} s", "at most 10 s", seconds <= 10) and is_met
 
 
 def _sizes(sizes: Sequence[int]) -> bool:
@@ -124,30 +164,31 @@ def _shown(record: Record) -> str:
 
 def plan(words: Sequence[str], *flags: str) -> Plan:
     """Carry out ``ptdbench plan``, and look at its processes five times a second."""
-    pss = 0
+    pss, processors = 0, 0.0
     with TemporaryDirectory() as folder, Path(folder, "output").open("w+") as output:
         directories = f"hydra.sweep.dir={folder}/sweep", f"hydra.run.dir={folder}/run"
         command = [sys.executable, "-m", "ptdbench", "plan", *words, *directories, "--json", *flags]
         started = time.perf_counter()
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, text=True)
         while process.poll() is None:
-            pss = max(pss, _pss(process.pid))
+            pss, processors = map(max, (pss, processors), _used(process.pid))
             with suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
         seconds = time.perf_counter() - started
         output.seek(0)
-        return Plan(seconds, pss, json.loads(output.read() or "[]") if process.returncode in (0, 1) else [])
+        return Plan(seconds, processors, pss, json.loads(output.read() or "[]") if process.returncode in (0, 1) else [])
 
 
-def _pss(pid: int) -> int:
-    """Bytes of a process and its descendants, without those that have ended meanwhile."""
-    size = 0
+def _used(pid: int) -> tuple[int, float]:
+    """Bytes of a process and its living descendants, and their seconds of processors, with those that have ended."""
+    size, seconds = 0, 0.0
     with suppress(psutil.Error):
         parent = psutil.Process(pid)
         for process in (parent, *parent.children(recursive=True)):
             with suppress(psutil.Error):
+                seconds += sum(process.cpu_times()[:4])
                 size += process.memory_full_info().pss
-    return size
+    return size, seconds
 
 
 if __name__ == "__main__":

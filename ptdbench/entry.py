@@ -337,7 +337,8 @@ def prepare_ranks(configs: Sequence[Config]) -> None:
     with suppress(ConfigError):  # reported later, together with all other problems
         machine = choices.virtual(configs[0])
     loading = Place(environ=machine.environment(1)).loading if machine else {}
-    local.warm_up(["ptdbench.rank_imports", *sorted(chosen), *event_files], loading)
+    kernels = ("ptdbench.kernels.triton_imports",) if machine else ()
+    local.warm_up(["ptdbench.rank_imports", *sorted(chosen), *event_files, *kernels], loading)
 
 
 def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list[RunRecord]:

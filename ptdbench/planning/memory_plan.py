@@ -186,6 +186,7 @@ class _Virtual:
         self._layouts = layouts(spec.training, is_free=request.sets_batch)
         self._held = held(spec.training, self._layouts)
         self._records: dict[int, Record] = {}
+        self._allocatable: dict[int, int] = {}  # the bytes that a record's run could allocate
         stages = {spec.training.layout.dims.stage(rank) for rank in self._classes}
         nodes = spec.config.cluster.nodes
         self._no_time = step_time.obstacle(self._gpu, 1 if nodes == "auto" else nodes)
@@ -204,14 +205,14 @@ class _Virtual:
             search.tries.append(self._tried(shown, profiled=True))
             search.largest()
         if self._records[shown].virtual and not self._records[shown].memory:
-            self._tried(shown, profiled=True)
+            self._records[shown] = self._run(shown, self._allocatable[shown], profiled=True)
         return self._planned(shown, search)
 
     def _tried(self, micro_batch: int, profiled: bool) -> Try:
         """Run a micro-batch with ample memory; if it is still unclear whether it fits, again with the real limit."""
         started = time.monotonic()
-        record = self._run(micro_batch, max(self._room, _ROOMY), profiled)
-        self._records[micro_batch] = record
+        self._allocatable[micro_batch] = roomy = max(self._room, _ROOMY)
+        self._records[micro_batch] = record = self._run(micro_batch, roomy, profiled)
         if not (account := record.virtual):
             return Try(micro_batch, "oom", None, False, time.monotonic() - started)
         allocated, needed = (self._most(micro_batch, of) for of in (account.allocated_bytes, account.reserved_bytes))
@@ -220,6 +221,7 @@ class _Virtual:
             outside = sum(self._outside_allocator(micro_batch).values()) - self._gpu.context  # which the GPU counts
             limited = self._run(micro_batch, self._room - outside, profiled)
             if fits := limited.virtual is not None:
+                self._allocatable[micro_batch] = self._room - outside
                 self._records[micro_batch], needed = limited, self._most(micro_batch, limited.virtual.reserved_bytes)
         return Try(micro_batch, "ok" if fits else "oom", needed, fits, time.monotonic() - started)
 

@@ -16,7 +16,7 @@ from ptdbench.records.schema import Messages, Virtual
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
 from ptdbench.virtual import watch
-from ptdbench.virtual.watch import LOGGED, Log
+from ptdbench.virtual.watch import Log
 
 
 def account(job: Job, loop: StepLoop) -> Virtual | None:
@@ -57,15 +57,14 @@ def _of_rank(job: Job, loop: StepLoop) -> Virtual:
 
 
 def _write_log(job: Job, loop: StepLoop) -> None:
-    """Write a log of some steps if one is asked for."""
+    """Write a log of a step if one is asked for."""
     log = Log()
     if not log:
         return
     with job.display.during("profiling"), closing(loop.feed):
         log.begin()
-        for number in range(loop.done, loop.done + LOGGED):
-            profile.step(loop, number)
-            log.mark()
+        profile.step(loop, loop.done)
+        log.mark()
         log.end()
     watch.settle()
     memory.trim()

@@ -44,7 +44,7 @@ def test_a_proposal_is_confirmed_at_once(record, at_once):
     ],
 )  # fmt: skip
 def test_a_plan_is_judged_by_its_answers_time_and_memory(changed, is_met):
-    assert replace(Plan(2.0, 10, [planned(1, largest=1)]), **changed).judged("", 1, 2.0, 10) is is_met
+    assert replace(Plan(2.0, 3.0, 10, [planned(1, largest=1)]), **changed).judged("", 1, 2.0, 10) is is_met
 
 
 @pytest.mark.parametrize(

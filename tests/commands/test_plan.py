@@ -249,6 +249,20 @@ def test_samples_that_wait_for_their_pass_are_in_what_is_needed():
 
 
 @pytest.mark.usefixtures("anywhere")
+def test_only_the_try_that_decided_is_profiled():
+    """More is reserved than there is, and less allocated: the limit of the GPU decides."""
+    asked, tries = small("parallel=ddp", "train.global_batch=2", "train.micro_batch=max"), list[tuple[bool, int]]()
+
+    def carry_out(where: Path) -> None:
+        config = store.load_record(where)["config"]
+        tries.append((config["virtual"]["gpu"]["allocatable"] == 1 << 40, config["profile"]["steps"]))
+        leaves(virtual={"ranks": [0], "allocated_bytes": [20], "reserved_bytes": [1 << 39]})(where)
+
+    assert planned(asked, carry_out)["plan"]["largest_micro_batch"] == 1
+    assert tries == [(True, 0), (False, 0), (False, 1)]
+
+
+@pytest.mark.usefixtures("anywhere")
 def test_another_device_with_the_same_kernels_uses_the_recordings():
     """An H100's chunk of the loss has at most 16,862 rows of 50,304, so that 527 samples of 32 depend on its memory."""
 

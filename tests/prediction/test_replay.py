@@ -41,6 +41,40 @@ def test_streams_wait_for_events_and_the_host_for_streams():
     assert line.hosts == pytest.approx([0, 0, 0, 0, 0, 150, 157, 157, 167, 169], abs=1e-9)
 
 
+#: A made trace of a device, in microseconds: when a call returned, what for, on which stream, and when it ran. The
+#: device begins 1 to 3 us after it could, of which a replay knows nothing.
+TRACE = [
+    (10, Kind.WORK, MAIN, 12, 4_012),
+    (15, Kind.RECORD, MAIN, "forward"),
+    (16, Kind.WAIT, SIDE, "forward"),
+    (30, Kind.MESSAGE, SIDE, 4_013, 7_013),
+    (40, Kind.WORK, MAIN, 4_013, 9_013),
+    (45, Kind.RECORD, SIDE, "sent"),
+    (46, Kind.WAIT, MAIN, "sent"),
+    (60, Kind.WORK, MAIN, 9_014, 10_014),
+    (10_016, Kind.AWAIT_STREAM, MAIN, None),
+    (10_516, Kind.WORK, MAIN, 10_519, 11_519),  # the host was busy, and the device idle
+    (10_520, Kind.WORK, SIDE, 10_522, 14_522),
+    (10_525, Kind.RECORD, SIDE, "copied"),
+    (14_524, Kind.AWAIT_EVENT, MAIN, "copied"),
+    (14_600, Kind.WORK, MAIN, 14_602, 19_998),
+    (20_000, Kind.AWAIT_DEVICE, MAIN, None),
+]
+
+
+def test_a_trace_of_a_device_is_given_back():
+    log, before = [], 0
+    for at, kind, stream, *rest in TRACE:
+        host = 0 if kind in (Kind.AWAIT_STREAM, Kind.AWAIT_EVENT, Kind.AWAIT_DEVICE) else at - before
+        seconds, subject = (rest[1] - rest[0], (at,)) if len(rest) > 1 else (0, rest[0])
+        log.append(Action(kind, host, stream, seconds, subject))
+        before = at
+    (line,) = replay([log])
+    assert line.hosts[-1] == pytest.approx(20_000, rel=1e-3)
+    starts = {place: row[3] for place, row in enumerate(TRACE) if len(row) > 4}
+    assert [line.starts[place] for place in starts] == pytest.approx([*starts.values()], abs=20)
+
+
 def test_a_message_moves_once_its_last_rank_has_called_it():
     first = [work(100), *after(MAIN, 0), message("m", 30), *after(SIDE, 1), work(5)]
     second = [work(300), *after(MAIN, 0), message("m", 30), work(10), *after(SIDE, 1), work(5)]
