@@ -71,7 +71,7 @@ from ptdbench.models.blocks import repeated
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss, module_of
 from ptdbench.models.stages import NoStages, Runner, Stages
 from ptdbench.models.state import preserved, without_values
-from ptdbench.models.trial import widen_scalars
+from ptdbench.models.trial import failure, widen_scalars
 from ptdbench.nested import first_tensor, with_samples
 from ptdbench.problems import Problem, first_line, require
 
@@ -256,20 +256,24 @@ class Adapted(nn.Module):
         return _prefixed(roles() if (roles := self._method("roles")) else self._planned)
 
     def shortened(self) -> Adapted | None:
-        """Return a copy with the first of equal blocks in each list, to prove its plan; ``None``: it has own roles."""
+        """Return a copy with the first of equal blocks in each list, to prove its plan; ``None``: it has own roles.
+
+        A module that counts its blocks keeps them all.
+        """
         if self._method("roles"):
             return None
-        blocks, lists = {*self.layers()}, dict[nn.Module, Any]()
-        for part in self.module.modules():
-            if isinstance(part, nn.ModuleList | nn.Sequential) and blocks.issuperset(part.children()):
-                lists[part] = part._modules
-                first = {str(child): name for name, child in reversed(part._modules.items())}.values()
-                part._modules = {name: child for name, child in lists[part].items() if name in first}
+        example, blocks, lists = self._example(), {*self.layers()}, dict[nn.Module, Any]()
+        for owner in self.module.modules():
+            if isinstance(owner, nn.ModuleList | nn.Sequential) and blocks.issuperset(owner.children()):
+                lists[owner] = owner._modules
+                first = {str(child): name for name, child in reversed(owner._modules.items())}.values()
+                owner._modules = {name: child for name, child in lists[owner].items() if name in first}
         try:
-            return Adapted(copy.deepcopy(self.module), self._example, self._plan)
+            part = Adapted(copy.deepcopy(self.module), lambda: example, self._plan)
         finally:
-            for part, modules in lists.items():
-                part._modules = modules
+            for owner, modules in lists.items():
+                owner._modules = modules
+        return Adapted(copy.deepcopy(self.module), lambda: example, self._plan) if failure(part, example) else part
 
     @cached_property
     def _planned(self) -> dict[str, Role]:

@@ -18,6 +18,7 @@ from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
+from ptdbench.parallel import proof
 from ptdbench.planning.tries import needs_search
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, broken, differing, in_shell, require
 from ptdbench.records import record, store
@@ -102,10 +103,11 @@ def _checked(
 ) -> list[Run]:
     """Return the runs, each with its shape and specified or refused; the repeats of a run are specified once."""
     outcomes: dict[int, dict[str, Any]] = {}
-    for run in runs:
-        if (place := run.alternative) not in outcomes:
-            shape = shapes[place] if shapes else None
-            outcomes[place] = {"shape": shape, **_specified(run.config, shape, world, goes_on)}
+    with proof.in_one_process():
+        for run in runs:
+            if (place := run.alternative) not in outcomes:
+                shape = shapes[place] if shapes else None
+                outcomes[place] = {"shape": shape, **_specified(run.config, shape, world, goes_on)}
     return [replace(run, **outcomes[run.alternative]) for run in runs]
 
 
