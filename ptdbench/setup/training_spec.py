@@ -354,7 +354,13 @@ def _check_layout(config: Config, strategy: Strategy, model: Model, layout: Batc
     if layout.dims.tensor == 1 or not isinstance(model, foreign.Adapted) or data is None:
         return
     degree = layout.dims.tensor
-    if (part := model.shortened()) and (difference := proof.prove(part, data.example(), divisors(degree)[1])):
+    try:
+        part = model.shortened()
+    except TypeError as error:  # of copy.deepcopy
+        difference: str | None = f"the proof needs a copy of it: {first_line(error)}"
+    else:
+        difference = proof.prove(part, data.example(), divisors(degree)[1]) if part else None
+    if difference:
         first = difference.replace(f" {foreign.PREFIX}", " ")
         rule = f"by the plan of model={config.call('model').name}, ranks do not compute what one does: {first}"
         require(Problem("parallel.tensor", degree, rule, "give +model.tp_plan, or try parallel=ddp,fsdp"))
