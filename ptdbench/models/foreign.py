@@ -256,24 +256,24 @@ class Adapted(nn.Module):
         return _prefixed(roles() if (roles := self._method("roles")) else self._planned)
 
     def shortened(self) -> Adapted | None:
-        """Return a copy with the first of equal blocks in each list, to prove its plan; ``None``: it has own roles.
+        """Return a copy to prove its plan; ``None``: it has own roles.
 
-        A module that counts its blocks keeps them all.
+        It has the first of equal blocks in each list, or all if the module counts them.
         """
         if self._method("roles"):
             return None
         example, blocks, lists = self._example(), {*self.layers()}, dict[nn.Module, Any]()
-        for owner in self.module.modules():
-            if isinstance(owner, nn.ModuleList | nn.Sequential) and blocks.issuperset(owner.children()):
-                lists[owner] = owner._modules
-                first = {str(child): name for name, child in reversed(owner._modules.items())}.values()
-                owner._modules = {name: child for name, child in lists[owner].items() if name in first}
+        for part in self.module.modules():
+            if isinstance(part, nn.ModuleList | nn.Sequential) and blocks.issuperset(part.children()):
+                lists[part] = part._modules
+                first = {str(child): name for name, child in reversed(part._modules.items())}.values()
+                part._modules = {name: child for name, child in lists[part].items() if name in first}
         try:
-            part = Adapted(copy.deepcopy(self.module), lambda: example, self._plan)
+            short = Adapted(copy.deepcopy(self.module), lambda: example, self._plan)
         finally:
-            for owner, modules in lists.items():
-                owner._modules = modules
-        return Adapted(copy.deepcopy(self.module), lambda: example, self._plan) if failure(part, example) else part
+            for part, modules in lists.items():
+                part._modules = modules
+        return Adapted(copy.deepcopy(self.module), lambda: example, self._plan) if failure(short, example) else short
 
     @cached_property
     def _planned(self) -> dict[str, Role]:

@@ -98,16 +98,16 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
         raise ConfigError([Problem("cluster", cluster.name, f"SLURM does not answer: {error}")]) from None
 
 
+@proof.in_one_process()
 def _checked(
     runs: Sequence[Run], shapes: Sequence[Shape] | None, world: World | None, goes_on: Path | None
 ) -> list[Run]:
     """Return the runs, each with its shape and specified or refused; the repeats of a run are specified once."""
     outcomes: dict[int, dict[str, Any]] = {}
-    with proof.in_one_process():
-        for run in runs:
-            if (place := run.alternative) not in outcomes:
-                shape = shapes[place] if shapes else None
-                outcomes[place] = {"shape": shape, **_specified(run.config, shape, world, goes_on)}
+    for run in runs:
+        if (place := run.alternative) not in outcomes:
+            shape = shapes[place] if shapes else None
+            outcomes[place] = {"shape": shape, **_specified(run.config, shape, world, goes_on)}
     return [replace(run, **outcomes[run.alternative]) for run in runs]
 
 
