@@ -28,6 +28,7 @@ from benchmarks.rank import job_of, on_ranks
 from benchmarks.script import options, read
 from ptdbench.job import Job
 from ptdbench.launch import local
+from ptdbench.parallel import proof
 from ptdbench.problems import ConfigError, first_line
 from ptdbench.setup.config import Config
 
@@ -112,6 +113,7 @@ def _numbers(job: Job, alone: Mapping[str, Config]) -> dict[str, Numbers | str]:
     return {row: _tried(config, job) for row, config in alone.items()}
 
 
+@proof.in_one_process()
 def _fill(job: Job, left: Mapping[tuple[str, str], Config], references: Mapping[str, Any], path: Path) -> None:
     """In a rank: tell of each cell; the file names the present one, of which ranks may die."""
     torch.set_num_threads(1)

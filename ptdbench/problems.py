@@ -165,7 +165,8 @@ def _instead(flag: str, flags: Sequence[str], words: Sequence[str]) -> str:
     following = "".join(words[words.index(flag) + 1 :][:1])
     value = value or ("" if "=" in following or following.startswith("-") else following)
     near = nearest(name, [known[2:] for known in flags if known.startswith("--")])
-    return f"--{near[0]}" if near else f"{name}={value}" if value else ""
+    takes_options = "--config-dir" in flags  # only with the folder of their configurations
+    return f"--{near[0]}" if near else f"{name}={value}" if value and takes_options else ""
 
 
 def nearest_numbers(value: int, allowed: Sequence[int]) -> list[int]:

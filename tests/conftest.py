@@ -125,14 +125,6 @@ def run_on_shared_ranks(directory: Path, *overrides: str) -> Record:
     return record_of(directory)
 
 
-def skip_where_plans_are_not_proven(record: Record) -> None:
-    """Skip a test of a model of others under tensor parallelism if this torch is too old to prove its plan."""
-    from ptdbench.parallel.proof import PROVES_SINCE
-
-    if torch.__version__ < PROVES_SINCE and "is proven first" in (record["error"] or {}).get("message", ""):
-        pytest.skip(f"needs torch {PROVES_SINCE} to prove a plan")
-
-
 @pytest.fixture
 def shared_run(tmp_path: Path) -> Callable[..., Record]:
     """As ``run``, for what a run comes to, and not how it starts and fails; see :func:`run_on_shared_ranks`."""

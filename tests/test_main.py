@@ -129,7 +129,7 @@ def test_a_folder_that_somebody_sent_is_read_and_runs_nothing(sweep, environ, wo
     ("words", "remedy"),
     [
         ("expalin", "try explain"), ("explain --jsno a", "try --json"), ("plan --model toy", "try model=toy"),
-        ("sbatch --model=toy", "try model=toy"), ("status a b", ""),
+        ("sbatch --model=toy", "try model=toy"), ("status a b", ""), ("explain a --against b", ""),
     ],
 )  # fmt: skip
 def test_a_mistyped_word_is_refused_with_what_may_have_been_meant(ptdbench, capsys, words, remedy):

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from benchmarks.zoo import ZOO
-from tests.conftest import Record, run_on_shared_ranks, skip_where_plans_are_not_proven
+from tests.conftest import Record, run_on_shared_ranks
 from tests.daily import cases
 
 pytestmark = pytest.mark.ranks
@@ -139,7 +139,6 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Record]:
 
 def check(run: Callable[..., Record], expected: Record, model: str, ranks: int, options: str) -> None:
     record = run(*COMMON, *MODELS[model], f"cluster.ranks_per_node={ranks}", *options.split())
-    skip_where_plans_are_not_proven(record)
     assert record["status"] == "ok", record["error"]
     assert record["world_size"] == ranks
     assert record["losses"] == pytest.approx(expected["losses"], rel=2e-2 if "precision" in options else 1e-5)

@@ -188,6 +188,29 @@ def start(
     overseer.raise_if_stopped()
 
 
+@contextmanager
+def beside(entry: Callable[..., Any], *arguments: Any) -> Iterator[None]:
+    """Within the context, ``entry(environ, *arguments)`` runs in a fresh process, which the end of the context kills.
+
+    A fork server that is there for ranks stays as it is; one that is started for this ends with it.
+    """
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    is_first = not server._forkserver_pid
+    warm_up([entry.__module__], _loading)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_begin, args=({}, dict(os.environ), entry, *arguments)
+    )
+    try:
+        process.start()
+        yield
+    finally:
+        if process.pid:
+            _end([process], signal.SIGKILL)
+        if is_first:
+            _modules.pop(entry.__module__)
+            server._stop()
+
+
 def _handle(handler: signal._HANDLER) -> dict[int, signal._HANDLER]:
     """Set the handler of stop signals, except of a SIGHUP ignored as under ``nohup``; return the previous handlers.
 

@@ -71,7 +71,7 @@ from ptdbench.models.blocks import repeated
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss, module_of
 from ptdbench.models.stages import NoStages, Runner, Stages
 from ptdbench.models.state import preserved, without_values
-from ptdbench.models.trial import widen_scalars
+from ptdbench.models.trial import failure, widen_scalars
 from ptdbench.nested import first_tensor, with_samples
 from ptdbench.problems import Problem, first_line, require
 
@@ -256,20 +256,24 @@ class Adapted(nn.Module):
         return _prefixed(roles() if (roles := self._method("roles")) else self._planned)
 
     def shortened(self) -> Adapted | None:
-        """Return a copy with the first of equal blocks in each list, to prove its plan; ``None``: it has own roles."""
+        """Return a copy to prove its plan; ``None``: it has own roles.
+
+        It has the first of equal blocks in each list, or all if the module counts them.
+        """
         if self._method("roles"):
             return None
-        blocks, lists = {*self.layers()}, dict[nn.Module, Any]()
+        example, blocks, lists = self._example(), {*self.layers()}, dict[nn.Module, Any]()
         for part in self.module.modules():
             if isinstance(part, nn.ModuleList | nn.Sequential) and blocks.issuperset(part.children()):
                 lists[part] = part._modules
                 first = {str(child): name for name, child in reversed(part._modules.items())}.values()
                 part._modules = {name: child for name, child in lists[part].items() if name in first}
         try:
-            return Adapted(copy.deepcopy(self.module), self._example, self._plan)
+            short = Adapted(copy.deepcopy(self.module), lambda: example, self._plan)
         finally:
             for part, modules in lists.items():
                 part._modules = modules
+        return Adapted(copy.deepcopy(self.module), lambda: example, self._plan) if failure(short, example) else short
 
     @cached_property
     def _planned(self) -> dict[str, Role]:

@@ -42,12 +42,13 @@ def replicate(
     """
     # Averaging after the backward pass does not tell DDP which weights a pass has used.
     finds_unused = options.static_graph == "find_unused" and not options.pipeline_schedule.splits_backward
+    gradients = sum(weight.numel() * weight.element_size() for weight in module.parameters() if weight.requires_grad)
     replica = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=mesh.get_group(),
         **_OWN_BUFFERS,
-        bucket_cap_mb=bucket_size(module) if options.bucket_mb == "auto" else options.bucket_mb,
+        bucket_cap_mb=bucket_size(gradients) if options.bucket_mb == "auto" else options.bucket_mb,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         static_graph=static_graph,
         find_unused_parameters=finds_unused,
@@ -99,11 +100,10 @@ def _require_all(modules: Sequence[nn.Module], static_graph: bool | str) -> None
         require(Problem("parallel.static_graph", static_graph, rule, remedy))
 
 
-def bucket_size(module: nn.Module) -> float:
-    """Return the bucket size in MiB: a twentieth of the gradients, at least 25 and at most 100.
+def bucket_size(gradients: int) -> float:
+    """Return the bucket size in MiB for so many bytes of gradients: a twentieth, at least 25 and at most 100.
 
     The reduction of the last bucket is exposed, so a bucket should be a small fraction of the total, yet large enough
     for the full bandwidth of a link: 25 is DDP's default, and torchtitan uses 100 for large models.
     """
-    size = sum(weight.numel() * weight.element_size() for weight in module.parameters() if weight.requires_grad)
-    return float(min(max(size / 2**20 / 20, 25), 100))
+    return float(min(max(gradients / 2**20 / 20, 25), 100))

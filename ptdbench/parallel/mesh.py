@@ -18,7 +18,7 @@ class Mesh:
     """
 
     def __init__(self, dims: Dims, device_type: str) -> None:
-        forget_plans()
+        _forget_plans()
         degrees, dimension = dims.of_mesh(), {name: row.dimension for name, row in dims.rows().items()}
         names = tuple(dimension[name] for name in degrees)
         grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in degrees), mesh_dim_names=names)
@@ -61,7 +61,7 @@ class Mesh:
         return groups | {name: view.get_group() for name, view in self._views.items() if name != "dp_shard"}
 
 
-def forget_plans() -> None:
+def _forget_plans() -> None:
     """Clear DTensor's plans, cached by mesh shape: their process groups no longer exist in the next run of a sweep."""
     # As torch.distributed.tensor.debug does, which takes half a second to import.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]

@@ -1,43 +1,72 @@
 """Proof of a tensor-parallel plan: on its ranks a model computes what it computes on one.
 
-It runs in fp32 on the host, with a thread of this process for each rank, before any rank exists.
+It runs in fp32 on the host, before any rank of the run exists, in a process of its own: a plan whose proof crashes or
+hangs is refused, too. That process imports the model's classes and forks the ranks, as importing takes longer than the
+proof; it computes nothing itself, since neither autograd nor threads survive a fork.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import threading
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import sha256
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed import multi_threaded_pg as threads
 
 from ptdbench import cache
+from ptdbench.launch import local
+from ptdbench.launch.lifetime import die_with_parent
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model, module_of, only_loss
-from ptdbench.nested import tensors, with_samples
+from ptdbench.nested import map_tensors, tensors, with_samples
 from ptdbench.parallel import tensor
-from ptdbench.parallel.mesh import forget_plans
 from ptdbench.parallel.roles import roles_of
 from ptdbench.problems import first_line
-
-#: The first torch whose process groups of threads do not crash.
-PROVES_SINCE = "2.14"
 
 #: The largest difference, relative to the largest number of a tensor.
 TOLERANCE = 1e-5
 
 #: Gradients are compared with this share of the largest one, if they are smaller: some are zero but for rounding.
 _SMALL = 1e-2
+
+#: Seconds that a proof may take.
+DEADLINE = 300.0
+
+#: The file in which a proof's processes write what they print, and how a rank's last line begins if it fails.
+_SAID, _ERROR = "said", "error: "
+
+#: The process that proves plans now, if any.
+_provers: list[_Prover] = []
+
+
+@contextmanager
+def in_one_process() -> Iterator[_Prover]:
+    """Within the context, one process proves all plans; it starts with the first proof that is not cached."""
+    if _provers:
+        yield _provers[0]
+        return
+    with _Prover() as prover:
+        _provers.append(prover)
+        try:
+            yield prover
+        finally:
+            _provers.clear()
 
 
 def prove(model: Model, example: tuple[Any, Tensor], ranks: int) -> str | None:
@@ -46,20 +75,73 @@ def prove(model: Model, example: tuple[Any, Tensor], ranks: int) -> str | None:
     A proof is kept in the user's cache, by the source of the model's classes.
 
     Args:
-        model: The model, with one block of each kind; its weights are replaced by random ones.
+        model: The model, with one block of each kind.
         example: Inputs and targets of one sample on the meta device.
         ranks: Their number, which divides what they share.
     """
     key = {"model": _identity(model), "ranks": ranks, "torch": torch.__version__}
     if cache.look_up("tensor_plans", key):
         return None
-    _fill(model)
-    batch = with_samples(example, 2, "cpu", filled=True)
-    difference = _on_ranks(model, batch, ranks, _computed(copy.deepcopy(model), batch))
+    with in_one_process() as prover:
+        difference = prover.ask(model, with_samples(example, 2, "cpu", filled=True), ranks)
     if difference is None:
         with suppress(OSError):
             cache.keep("tensor_plans", key, {"equal": True})
     return difference
+
+
+class _Prover(ExitStack):
+    """A process that proves plans one after another; the context ends it, and what it has started."""
+
+    _connection: Connection | None = None
+    _folder = Path(os.devnull)
+
+    def ask(self, model: Model, batch: tuple[Any, Tensor], ranks: int) -> str | None:
+        """Return what :func:`prove` returns; if the process dies or is too slow, the next call starts another."""
+        try:
+            if self._connection is None:
+                self._folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+                self._connection, other = multiprocessing.Pipe()
+                self.enter_context(self._connection)
+                with other:
+                    self.enter_context(local.beside(_serve, other, self._folder))
+            (self._folder / _SAID).write_bytes(b"")
+            (self._folder / "question").write_bytes(cloudpickle.dumps((model, batch, ranks)))
+            self._connection.send(None)
+            if self._connection.poll(DEADLINE):
+                difference: str | None = self._connection.recv()
+                return difference
+            reason = f"the proof is not done after {DEADLINE:g} s{_said(self._folder)}"
+        except Exception as error:  # third-party code may raise anything
+            reason = f"the process of the proof fails{_said(self._folder) or f': {first_line(error)}'}"
+        self._connection = None
+        self.close()
+        return reason
+
+
+def _serve(_environ: Mapping[str, str], connection: Connection, folder: Path) -> None:
+    """Answer questions until the process that asks them ends; what models and libraries print goes to a file."""
+    local.ignore_signals()  # the other process ends this one
+    for stream in (1, 2):
+        os.dup2(os.open(folder / _SAID, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    with suppress(EOFError):
+        while True:
+            connection.recv()
+            question = cloudpickle.loads((folder / "question").read_bytes())
+            difference = _on_ranks(*question, torch.float32, folder)
+            # A loss may enlarge what is rounded, as a contrastive one does, which leaves no difference in fp64.
+            is_rounding = difference and "differs" in difference and not _on_ranks(*question, torch.float64, folder)
+            connection.send(None if is_rounding else difference)
+
+
+def _said(folder: Path) -> str:
+    """Return the first error that the processes of a proof have printed, or their last line."""
+    text = (folder / _SAID).read_text(errors="replace") if (folder / _SAID).is_file() else ""
+    lines = [line for line in text.splitlines() if line[:1].strip()]
+    errors = [line.removeprefix(_ERROR) for line in lines if "rror" in line]
+    return "".join(f": {line}" for line in [*errors, *lines[-1:]][:1])
 
 
 def _identity(model: Model) -> str:
@@ -119,36 +201,41 @@ def _computed(model: Model, batch: tuple[Any, Tensor]) -> dict[str, Tensor]:
     return results
 
 
-def _on_ranks(model: Model, batch: tuple[Any, Tensor], ranks: int, expected: Mapping[str, Tensor]) -> str | None:
-    """Return the first difference on the first rank that has any, with process groups of threads."""
-    store, reasons = dist.HashStore(), dict[int, str | None]()
+def _on_ranks(model: Model, batch: tuple[Any, Tensor], ranks: int, dtype: torch.dtype, folder: Path) -> str | None:
+    """Return how a rank fails, or the first difference on the first rank that has any."""
+    (store := folder / "store").unlink(missing_ok=True)
+    fork, files = multiprocessing.get_context("fork"), [folder / f"rank{rank}" for rank in range(ranks)]
+    workers = [fork.Process(target=_be_rank, args=(model, batch, dtype, files, rank, store)) for rank in range(ranks)]
+    for worker in workers:
+        worker.start()
+    while not any(worker.exitcode for worker in workers):
+        if not (running := [worker.sentinel for worker in workers if worker.exitcode is None]):
+            return next(filter(None, map(Path.read_text, files)), None)
+        wait(running)
+    status = next(filter(None, (worker.exitcode for worker in workers)))
+    for worker in workers:
+        worker.kill()
+        worker.join()
+    return f"a rank {f'is ended by {signal.Signals(-status).name}' if status < 0 else 'fails'}{_said(folder)}"
 
-    def run(rank: int, part: Model) -> None:
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
-            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-            tensor.parallelize(part, module_of(part), mesh, sequence=False)
-            reasons[rank] = _difference(expected, _computed(part, batch))
-        except BaseException as error:  # the failure of another thread is a SystemExit here
-            if isinstance(error, Exception):
-                reasons[rank] = f"a rank fails: {first_line(error)}"
-            threads.ProcessLocalGroup.exception_handle(error)
 
-    forget_plans()
-    threads._install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+def _be_rank(
+    model: Model, batch: tuple[Any, Tensor], dtype: torch.dtype, files: Sequence[Path], rank: int, store: Path
+) -> None:
+    """Write how this rank's numbers differ from those of one rank."""
+    die_with_parent()
     try:
-        workers = [threading.Thread(target=run, args=(rank, copy.deepcopy(model))) for rank in range(ranks)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
-        threads._uninstall_threaded_pg()
-        threads.ProcessLocalGroup.reset()
-        forget_plans()
-    return next((reasons[rank] for rank in sorted(reasons) if reasons[rank]), None)
+        _fill(model)
+        module_of(model).to(dtype)
+        batch = map_tensors(lambda it: it.to(dtype) if it.is_floating_point() else it, batch)
+        expected = _computed(copy.deepcopy(model), batch)
+        ranks = len(files)
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        tensor.parallelize(model, module_of(model), mesh, sequence=False)
+        files[rank].write_text(_difference(expected, _computed(model, batch)) or "")
+    except Exception as error:  # third-party code may raise anything
+        sys.exit(f"{_ERROR}{first_line(error)}")
 
 
 def _difference(expected: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.ddp import bucket_size
 from ptdbench.parallel.dims import Degrees
 from ptdbench.parallel.options import Options
 from ptdbench.problems import Problem, require
@@ -101,8 +102,7 @@ def _values(run: RunRecord, plan: BatchPlan, options: Options, words: set[str]) 
         "mode": 'mode="max-autotune-no-cudagraphs"' if "autotune" in words else "",
         "dtype": "torch.bfloat16" if narrow else None, "sent": f"torch.{_DTYPES[options.sent]}",
         "offload_policy": "CPUOffloadPolicy" if "offload" in words else "OffloadPolicy",
-        # As ddp.bucket_size.
-        "bucket": min(max((run.parameters or 0) * 4 / 2**20 / 20, 25.0), 100.0) if bucket == "auto" else bucket,
+        "bucket": bucket_size(4 * (run.parameters or 0)) if bucket == "auto" else bucket,
         "graph": options.has_static_graph(plan), "find_unused": options.static_graph == "find_unused",
         "autocast": narrow and "sharded" not in words, "matmul": "high" if precision == "tf32" else "highest",
         "mixed": precision if precision in ("bf16", "fp16") else "no", "param": _DTYPES["bf16" if narrow else "fp32"],

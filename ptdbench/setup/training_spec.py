@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -354,14 +353,14 @@ def _check_layout(config: Config, strategy: Strategy, model: Model, layout: Batc
     under("parallel", strategy.check, model, layout)
     if layout.dims.tensor == 1 or not isinstance(model, foreign.Adapted) or data is None:
         return
-    part, example = model.shortened(), data.example()
-    if part and failure(part, example):  # it counts its blocks
-        part = copy.deepcopy(model)
     degree = layout.dims.tensor
-    if part and torch.__version__ < proof.PROVES_SINCE:
-        rule = f"the plan of a model of others is proven first, which needs torch {proof.PROVES_SINCE} or newer"
-        require(Problem("parallel.tensor", degree, f"{rule} (installed: {torch.__version__})", "try parallel=ddp,fsdp"))
-    if part and (difference := proof.prove(part, example, divisors(degree)[1])):
+    try:
+        part = model.shortened()
+    except TypeError as error:  # of copy.deepcopy
+        difference: str | None = f"the proof needs a copy of it: {first_line(error)}"
+    else:
+        difference = proof.prove(part, data.example(), divisors(degree)[1]) if part else None
+    if difference:
         first = difference.replace(f" {foreign.PREFIX}", " ")
         rule = f"by the plan of model={config.call('model').name}, ranks do not compute what one does: {first}"
         require(Problem("parallel.tensor", degree, rule, "give +model.tp_plan, or try parallel=ddp,fsdp"))

@@ -18,6 +18,7 @@ from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
+from ptdbench.parallel import proof
 from ptdbench.planning.tries import needs_search
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, broken, differing, in_shell, require
 from ptdbench.records import record, store
@@ -97,6 +98,7 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
         raise ConfigError([Problem("cluster", cluster.name, f"SLURM does not answer: {error}")]) from None
 
 
+@proof.in_one_process()
 def _checked(
     runs: Sequence[Run], shapes: Sequence[Shape] | None, world: World | None, goes_on: Path | None
 ) -> list[Run]:

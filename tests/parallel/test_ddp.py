@@ -16,10 +16,7 @@ from tests.refusals import Abridged
 
 @pytest.mark.parametrize(("millions", "mebibytes"), [(1, 25), (124, 25), (355, 67.7), (1300, 100)])
 def test_bucket_size_is_bounded(millions, mebibytes):
-    with torch.device("meta"):
-        model = nn.Linear(1000, millions * 1000, bias=False)
-    assert bucket_size(model) == pytest.approx(mebibytes, abs=0.1)
-    assert bucket_size(model.requires_grad_(False)) == 25  # what is not trained is in no bucket
+    assert bucket_size(4_000_000 * millions) == pytest.approx(mebibytes, abs=0.1)
 
 
 def test_weight_without_gradient_is_named():
