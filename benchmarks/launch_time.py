@@ -42,11 +42,9 @@ dist.destroy_process_group()
 def main() -> int:
     """Print the figures; 1 if they miss the requirement."""
     args = options(
-        __doc__,
-        ranks=(2, "of a run"),
-        runs=(10, "turns of both, after the first"),
+        __doc__, ranks=(2, "of a run"), runs=(10, "turns of both, after the first"),
         sweep=(50, "runs of the sweep, 2 or more"),
-    )
+    )  # fmt: skip
     local.warm_up(MODULES)  # as train.py does, which then reads and checks the configuration
     first = _ours(args.ranks)
     following, torchrun = zip(*[(_ours(args.ranks), _torchrun(args.ranks)) for _ in range(args.runs)], strict=True)

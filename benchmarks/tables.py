@@ -73,11 +73,9 @@ def of_readme() -> dict[str, str]:
     of_gpu_check = yaml.safe_load((FOLDER / "gpu_check/parts.yaml").read_text())
     parts = [(f"`{name}`", part["covers"], part["rule"]) for name, part in of_gpu_check.items()]
     return {
-        "figures": drawn(fields, figures),
-        "speeds": speeds,
-        "parts": drawn(("part", "covers", "rule"), parts),
+        "figures": drawn(fields, figures), "speeds": speeds, "parts": drawn(("part", "covers", "rule"), parts),
         **tables,
-    }
+    }  # fmt: skip
 
 
 def _speeds(parts: Any, virtual_gib: dict[str, str]) -> Iterable[list[str]]:

@@ -151,14 +151,9 @@ def test_one_that_fits_nowhere_says_from_how_many_gpus_on(environ, tmp_path):
 @pytest.mark.thorough
 def test_gradients_that_accumulate_in_shards_need_less_and_are_advised(environ, tmp_path):
     words = (
-        *SMALL,
-        *TIGHT,
-        "model.width=1024",
-        "model.layers=4",
-        "parallel=fsdp",
-        "train.micro_batch=1",
+        *SMALL, *TIGHT, "model.width=1024", "model.layers=4", "parallel=fsdp", "train.micro_batch=1",
         "train.global_batch=8",
-    )
+    )  # fmt: skip
     options = ("virtual.gpu.memory=570000000", "parallel.reduce_scatter_each_microbatch=true,false")
     plan(environ, tmp_path, *words, *options)
     in_shards, whole = records_of(tmp_path)
@@ -254,11 +249,9 @@ def test_another_device_with_the_same_kernels_uses_the_recordings():
 
     def made(gpu: str, carry_out: Callable[..., None], again: bool = False, samples: int = 526) -> dict[str, Any]:
         sized = (
-            "precision=bf16",
-            "model.vocabulary=50304",
-            f"train.global_batch={2 * samples}",
+            "precision=bf16", "model.vocabulary=50304", f"train.global_batch={2 * samples}",
             f"train.micro_batch={samples}",
-        )
+        )  # fmt: skip
         asked = small("parallel=ddp", *sized, f"virtual={gpu}")
         request = memory_plan.PlanRequest(asked, False, "toy", carry_out, key={"code": "1"}, again=again)
         return memory_plan.plan(request)

@@ -40,11 +40,9 @@ def test_a_record_is_strict_json_whatever_it_holds(tmp_path):
     }
     write_record(tmp_path, record)
     assert schema.parse((tmp_path / "record.json").read_bytes()) == {
-        "losses": [1.0, None, None, None],
-        "numpy": [0.5, 3, [1.0, None]],
-        "others": [[1.5, 2.5], "a/b", text],
+        "losses": [1.0, None, None, None], "numpy": [0.5, 3, [1.0, None]], "others": [[1.5, 2.5], "a/b", text],
         "7": True,
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture

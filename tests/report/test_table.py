@@ -47,12 +47,9 @@ def test_the_fastest_comes_first_and_what_failed_last_whatever_it_did_before():
     diverged = run("hsdp", 9000.0, status="diverged")
     text = render([run("fsdp", 500.0), failed("single", "broken"), diverged, run("pdp", 2000.0), run("ddp", 1000.0)])
     assert [(row[0], row[1], row[5], row[-1]) for row in cells(text)] == [
-        ("1-3", "pdp", "1.00x", "ok"),
-        ("1-3", "ddp", "0.50x", "ok"),
-        ("1-3", "fsdp", "0.25x", "ok"),
-        ("-", "single", "-", "failed"),
-        ("-", "hsdp", "-", "diverged"),
-    ]
+        ("1-3", "pdp", "1.00x", "ok"), ("1-3", "ddp", "0.50x", "ok"), ("1-3", "fsdp", "0.25x", "ok"),
+        ("-", "single", "-", "failed"), ("-", "hsdp", "-", "diverged"),
+    ]  # fmt: skip
 
 
 def test_a_reason_of_several_runs_is_told_once():
@@ -249,22 +246,17 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
     (single / "events.out.tfevents.0").touch()
     (single / "trace.json.gz").write_bytes(bytes(2048))
     assert closing_lines(single, [DDP]).splitlines() == [
-        "records      'out puts/0'/record.json",
-        f"phases       {command('explain')} 'out puts/0'",
-        "trace        'out puts/0'/trace.json.gz (2 KiB)",
-        "             (open it at https://ui.perfetto.dev)",
+        "records      'out puts/0'/record.json", f"phases       {command('explain')} 'out puts/0'",
+        "trace        'out puts/0'/trace.json.gz (2 KiB)", "             (open it at https://ui.perfetto.dev)",
         "TensorBoard  tensorboard --logdir 'out puts/0'",
-    ]
+    ]  # fmt: skip
     append_result(sweep, run().written)
     assert closing_lines(sweep, [run(), DDP]).splitlines() == [
-        "records      'out puts'/results.jsonl",
-        f"phases       {command('explain')} 'out puts'",
-        f"report       {command('report')} 'out puts'",
-        "trace        'out puts'/*/trace.json.gz (2 KiB)",
-        "             (open it at https://ui.perfetto.dev)",
-        "TensorBoard  tensorboard --logdir 'out puts'",
+        "records      'out puts'/results.jsonl", f"phases       {command('explain')} 'out puts'",
+        f"report       {command('report')} 'out puts'", "trace        'out puts'/*/trace.json.gz (2 KiB)",
+        "             (open it at https://ui.perfetto.dev)", "TensorBoard  tensorboard --logdir 'out puts'",
         "             (HPARAMS tab: sort by summary/throughput)",
-    ]
+    ]  # fmt: skip
     (sweep / "nested").mkdir()
     single.rename(sweep / "nested" / "0")
     assert closing_lines(sweep, [run()]).splitlines()[2:5] == [

@@ -198,11 +198,9 @@ def test_what_was_submitted_can_be_followed_and_ended_from_any_shell(sweep, caps
     jobs = sweep.submit(3)
     watch.announce(sweep.path, jobs)
     assert capsys.readouterr().out.splitlines() == [
-        "submitted 3 jobs: 7_0 7_1 7_2",
-        f"status     python -m ptdbench status {sweep.path}",
-        "cancel     scancel 7",
+        "submitted 3 jobs: 7_0 7_1 7_2", f"status     python -m ptdbench status {sweep.path}", "cancel     scancel 7",
         f"output     {sweep.path}/logs",
-    ]
+    ]  # fmt: skip
 
 
 def test_a_job_of_several_runs_is_one_and_a_hundred_jobs_are_announced_in_few_words(sweep, capsys):

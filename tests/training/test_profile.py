@@ -77,14 +77,10 @@ def slow_replicate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 #: What is slowed down: the attribute, and what takes its place.
 PLACES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "data": (Feed, "_next_batch", asleep),
-    "forward": (Decoder, "forward", asleep),
-    "stage": (Stage, "forward", asleep),
-    "experts": (Experts, "forward", asleep),
-    "ring": (ring, "kernel", asleep),
-    "optimizer": (Update, "__call__", asleep),
-    "collective": (apply, "replicate", slow_replicate),
-}
+    "data": (Feed, "_next_batch", asleep), "forward": (Decoder, "forward", asleep),
+    "stage": (Stage, "forward", asleep), "experts": (Experts, "forward", asleep), "ring": (ring, "kernel", asleep),
+    "optimizer": (Update, "__call__", asleep), "collective": (apply, "replicate", slow_replicate),
+}  # fmt: skip
 
 
 #: When this rank slept, in seconds since the epoch.
