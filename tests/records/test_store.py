@@ -135,7 +135,7 @@ def test_runs_of_a_sweep_in_the_current_folder_or_behind_a_link_are_kept_apart(t
     assert found == ["toy/ddp", "gpt/ddp"]
 
 
-def test_what_goes_while_runs_are_looked_for_is_passed_over(tmp_path, monkeypatch):
+def test_vanishing_folders_are_passed_over(tmp_path, monkeypatch):
     """As a checkpoint of a run that goes on, or a directory that is being made."""
     for name in ("a/checkpoints/step-1", "b", "b/tries/1"):
         (tmp_path / name).mkdir(parents=True)

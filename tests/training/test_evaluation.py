@@ -158,7 +158,7 @@ def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
 
 @pytest.mark.ranks
 @cases("strategy", ["ddp", "fsdp"], daily=["ddp"])
-def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpoint(shared_run, strategy):
+def test_final_evaluation_equals_one_ranks_of_the_checkpoint(shared_run, strategy):
     # Replicas' batch norms have seen different samples: all must judge with those that are saved.
     steps = ("train.steps=5", "eval.every=5", "eval.micro_batch=10")
     there = shared_run(*TASK, *steps, *f"parallel={strategy}".split(), "checkpoint.every_steps=5")
