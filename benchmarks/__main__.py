@@ -1,10 +1,10 @@
-"""Carry out a benchmark of ptdbench itself.
+"""Run a benchmark of ptdbench itself.
 
     python -m benchmarks TARGET [SUBJECT] [OPTIONS]
 
-Without a subject all that a target has by default are carried out, or, with options, the first. Each is a program of
-its own, whose docstring says what it measures and what would be good. ``KEEP=1`` in the environment stores its figures
-in ``results.json`` and rewrites the README.
+Without a subject, the default subjects of the target run, or, with options, the first of them. Each is a program of its
+own, whose docstring says what it measures and requires. ``KEEP=1`` in the environment stores its figures in
+``results.json`` and rewrites the README.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TARGETS: dict[str, tuple[int, dict[str, str]]] = {
 
 
 def main(target: str = "", *words: str) -> int:
-    """Carry out subjects of a target one after the other; the exit status of the first that fails."""
+    """Run subjects of a target one after the other; return the exit status of the first that fails."""
     if target not in TARGETS:
         print(f"{__doc__}\n" + "\n".join(f"{name:16}{' '.join(programs)}" for name, (_, programs) in TARGETS.items()))
         return int(target not in ("", "-h", "--help"))

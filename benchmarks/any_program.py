@@ -1,4 +1,4 @@
-"""Do programs of other libraries run on virtual GPUs, and what do they need: the table of docs/any-program.md.
+"""Run programs of other libraries on virtual GPUs: the table of docs/any-program.md.
 
     make any-program
     make any-program ARGS="--only deepspeed --environments /tmp/venvs"
@@ -192,21 +192,20 @@ def _executed(row: Row, words: list[str], folder: Path) -> tuple[int, dict[str, 
 
 
 def main() -> int:
-    """Print the rows, and rewrite the page unless only some were asked for; 1 if too few work, or memory is off."""
-    given = options(
+    """Print the rows, and rewrite the page if these are all; 1 if too few work, or memory is off."""
+    args = options(
         __doc__, "make any-program", only=((), "rows whose names begin so"), sources=(Path, "of checkouts: nanoGPT"),
         environments=(Path("outputs/any-program-environments"), "a folder of those of the libraries"),
     )  # fmt: skip
     rows = []
     for row in ROWS:
-        if not given.only or any(row.name.lower().startswith(word.lower()) for word in given.only):
-            rows.append(outcome(row, given.environments.resolve(), given.sources and given.sources.resolve()))
+        if not args.only or any(row.name.lower().startswith(word.lower()) for word in args.only):
+            rows.append(outcome(row, args.environments.resolve(), args.sources and args.sources.resolve()))
             print(*rows[-1], sep=" | ", flush=True)
     working = sum(row[3] == "ok" for row in rows)
     table = f"{tables.drawn(HEADS, rows)}\n\n*{working} of {len(rows)} work.*"
-    if not given.only:
-        page = ROOT / "docs/any-program.md"
-        page.write_text(tables.inserted(page.read_text(), "programs", table))
+    if not args.only:
+        tables.show(ROOT / "docs/any-program.md", "programs", table)
     required = ceil(REQUIRED * len(rows))
     good = judged(f"{working} of {len(rows)} programs work", f"at least {required}", working >= required)
     off = [abs(float(row[5].partition("(")[2].rstrip("%)"))) / 100 for row in rows if row[5]]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -27,12 +28,16 @@ M = TypeVar("M", bound="Matrix")
 #: The cells of a row by their columns.
 Cells = Mapping[str, Config]
 
+Execute = Callable[[str, Cells], Iterable[tuple[str, str]]]
+
+RESUME = (False, "keep the cells that have been run, and were not wrong")
+
 
 @dataclass(frozen=True)
 class Matrix:
     """A matrix of runs, of ``matrices.yaml``.
 
-    What is said of a cell is ``ok`` with a figure, ``no effect``, ``refused:`` with the reason, or ``wrong:``.
+    The verdict on a cell is ``ok`` with a figure, ``no effect``, ``refused:`` with the reason, or ``wrong:``.
     """
 
     common: str  #: The options that all cells share.
@@ -41,14 +46,14 @@ class Matrix:
     page: str = ""  #: The page that shows the result.
     result: str = ""  #: The file of the result, JSON.
     head: str = ""  #: What stands above it: ``{ok}`` of ``{run}`` cells, ``{all}`` in all, with ``{torch}``.
-    #: On virtual GPUs, the columns in which all ranks are carried out, not the first and the last one of a pipeline.
+    #: On virtual GPUs, the columns in which all ranks run, not only the first and the last one of a pipeline.
     all_ranks: Sequence[str] | None = None
-    turns: Sequence[str] = ()  #: Of the zoo, columns of which a row has one by default, by turn.
+    turns: Sequence[str] = ()  #: Of the zoo, columns of which each row has one by default, in turn.
     sizes: Mapping[str, int] = field(default_factory=dict)  #: Of the zoo's models of transformers, as far as they fit.
 
     @classmethod
     def load(cls: type[M], name: str) -> M:
-        """Read one."""
+        """Load a matrix by its name in ``matrices.yaml``."""
         return cls(**yaml.safe_load((tables.FOLDER / "matrices.yaml").read_text())[name])
 
     def words(self, row: str, column: str) -> list[str]:
@@ -72,77 +77,75 @@ class Matrix:
         stored = json.loads((ROOT / self.result).read_text())
         cells, numbers = stored["cells"], dict[str, int]()
 
-        def shown(said: str) -> str:
-            is_short = said.startswith(("ok", "no"))  # no effect, not run
-            return said if is_short else f"({numbers.setdefault(said, len(numbers) + 1)})"
+        def shown(verdict: str) -> str:
+            is_short = verdict.startswith(("ok", "no"))  # no effect, not run
+            return verdict if is_short else f"({numbers.setdefault(verdict, len(numbers) + 1)})"
 
         columns = [column for column in self.columns if any(column in row for row in cells.values())]
         present = [row for row in self.rows if row in cells]
         rows = [[row, *(shown(cells[row].get(column, "not run")) for column in columns)] for row in present]
-        every = [said for row in cells.values() for said in row.values()]
-        count = {"run": len(every), "ok": sum(said.startswith("ok") for said in every)}
+        verdicts = [verdict for row in cells.values() for verdict in row.values()]
+        count = {"run": len(verdicts), "ok": sum(verdict.startswith("ok") for verdict in verdicts)}
         head = self.head.format(**count, all=len(self.rows) * len(self.columns), torch=stored["torch"])
-        reasons = [f"{number}. {said}" for said, number in numbers.items()]
+        reasons = [f"{number}. {verdict}" for verdict, number in numbers.items()]
         layouts = [f"- *{row}*: `{self.rows[row][1]}`, {self.rows[row][0]} ranks" for row in present]
         levers = [f"- *{column}*: `{self.columns[column] or 'no other option'}`" for column in columns]
         legend = "Rows and columns are these options:"
         table = tables.drawn(["", *columns], rows)
         return "\n".join([head, "", table, "", *reasons, "", legend, "", *layouts, *levers])
 
-    def fill(self, description: str | None, carry_out: Callable[[str, Cells], Iterable[tuple[str, str]]]) -> int:
-        """Carry out the cells that the command line chooses, row by row; 1 if one is wrong.
+    def options(self, description: str | None, **flags: tuple[Any, ...]) -> argparse.Namespace:
+        """Parse a command line that chooses rows and columns, all by default."""
+        rows, columns = (*self.rows,), (*self.columns,)
+        choices = {"rows": (rows, "some of them", rows), "columns": (columns, "some of them", columns)}
+        return options(description, **choices | flags)
+
+    def fill(self, description: str | None, execute: Execute) -> int:
+        """Run the cells that the command line chooses, row by row; return 1 if one is wrong.
 
         Each result is stored at once and shown on the page; a part of a matrix that another torch has filled is only
         printed.
 
         Args:
             description: What ``--help`` says.
-            carry_out: Gets a row and its cells that are not refused, and tells of each column what came of it.
+            execute: Runs those cells of a row that are not refused; yields columns and verdicts.
         """
-        rows, columns = (*self.rows,), (*self.columns,)
-        given = options(
-            description,
-            rows=(rows, "some of them", rows),
-            columns=(columns, "some of them", columns),
-            resume=(False, "keep the cells that have been run, and were not wrong"),
-        )
-        known, failed = self.stored(), False
-        is_kept = bool(known) or (*given.rows, *given.columns) == (*rows, *columns)
-        for row in given.rows:
-            done = [name for name, said in known.get(row, {}).items() if given.resume and not said.startswith("wrong")]
-            todo = [name for name in given.columns if name not in done]
-            for column, said in self._row(row, todo, carry_out):
-                failed |= said.startswith("wrong")
-                self.tell(row, column, said, is_kept=is_kept)
+        args = self.options(description, resume=RESUME)
+        before, failed = self.stored(), False
+        is_kept = bool(before) or (*args.rows, *args.columns) == (*self.rows, *self.columns)
+        for row in args.rows:
+            done = before.get(row, {}) if args.resume else {}
+            todo = [name for name in args.columns if done.get(name, "wrong").startswith("wrong")]
+            for column, verdict in self._verdicts(row, todo, execute):
+                failed |= verdict.startswith("wrong")
+                self.report(row, column, verdict, is_kept=is_kept)
         return int(failed)
 
     def stored(self) -> dict[str, dict[str, str]]:
-        """Return what cells of this torch have been found to be, by row and column."""
+        """Return the stored verdicts by row and column; none if another torch has filled the matrix."""
         stored = json.loads((ROOT / self.result).read_text()) if (ROOT / self.result).exists() else {}
         return stored["cells"] if stored.get("torch") == torch.__version__ else {}
 
-    def tell(self, row: str, column: str, said: str, *, is_kept: bool = True) -> None:
-        """Print what is said of a cell; if it ``is_kept``, store it and show it on the page."""
-        print(f"  {row:<24} {column:<20} {said}", flush=True)
+    def report(self, row: str, column: str, verdict: str, *, is_kept: bool = True) -> None:
+        """Print the verdict on a cell; if it ``is_kept``, store it and show it on the page."""
+        print(f"  {row:<24} {column:<20} {verdict}", flush=True)
         if is_kept:
             cells, page = self.stored(), ROOT / self.page
-            cells.setdefault(row, {})[column] = said
+            cells.setdefault(row, {})[column] = verdict
             (ROOT / self.result).write_text(json.dumps({"torch": torch.__version__, "cells": cells}, indent=1) + "\n")
             page.write_text(self.shown(page.read_text()))
 
-    def _row(
-        self, row: str, columns: Sequence[str], carry_out: Callable[[str, Cells], Iterable[tuple[str, str]]]
-    ) -> Iterator[tuple[str, str]]:
+    def _verdicts(self, row: str, columns: Sequence[str], execute: Execute) -> Iterator[tuple[str, str]]:
         cells = {column: read(*self.words(row, column)) for column in columns}
         for column, reason in {column: refusal(config) for column, config in cells.items()}.items():
             if reason:
                 del cells[column]
                 yield column, reason
-        yield from carry_out(row, cells) if cells else ()
+        yield from execute(row, cells) if cells else ()
 
 
 def refusal(config: Config) -> str | None:
-    """Return what is said of a cell that ptdbench refuses."""
+    """Return the verdict on a cell that ptdbench refuses."""
     try:
         run_spec.specify(config, None)
     except ConfigError as error:
@@ -151,6 +154,6 @@ def refusal(config: Config) -> str | None:
 
 
 def refused(error: ConfigError) -> str:
-    """Say that a cell is refused, and why."""
+    """Return the verdict that gives the reason of a refusal."""
     problem = error.problems[0]
     return f"refused: {problem.option}={str(problem.value).lower()}: {problem.rule}"

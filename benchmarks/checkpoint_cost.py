@@ -33,7 +33,7 @@ WARMUP = 3
 
 def main() -> int:
     """Print both ratios; 1 if one misses its limit."""
-    given = options(
+    args = options(
         __doc__,
         model=("gpt_small", "a GPT of conf/model"),
         tokens=(128, "of a sample"),
@@ -44,15 +44,15 @@ def main() -> int:
         directory=(str, "where to save, removed at the end; by default among temporary files"),
     )
     run = read(
-        f"model={given.model}", f"model.sequence_length={given.tokens}", "parallel=single", "device=cpu",
-        f"train.global_batch={given.batch}", "train.max_minutes=null", f"cluster.cpus_per_rank={given.threads}",
+        f"model={args.model}", f"model.sequence_length={args.tokens}", "parallel=single", "device=cpu",
+        f"train.global_batch={args.batch}", "train.max_minutes=null", f"cluster.cpus_per_rank={args.threads}",
     )  # fmt: skip
-    found = on_ranks(run, _measure, given.pairs, given.every, within=given.directory)
+    found = on_ranks(run, _measure, args.pairs, args.every, within=args.directory)
     steps = ratio_of_medians(found["beside"], found["plain"])
     stall = statistics.median(found["stalls"]) / statistics.median(found["blocking"])
     print(
-        f"{given.model} single, {given.tokens} tokens, {given.threads} threads, {found['bytes'] / 1e9:.2f} GB "
-        f"every {given.every} steps: {given.pairs} segments of each kind"
+        f"{args.model} single, {args.tokens} tokens, {args.threads} threads, {found['bytes'] / 1e9:.2f} GB "
+        f"every {args.every} steps: {args.pairs} segments of each kind"
     )
     print(f"  step without checkpoints  {_milliseconds(found['plain'])}")
     print(f"  step beside checkpoints   {_milliseconds(found['beside'])}")

@@ -1,4 +1,4 @@
-"""What ``kernels=fused`` and ``kernels=torch`` make of a step, on virtual GPUs: the table of docs/kernels.md.
+"""Steps under ``kernels=fused`` and ``kernels=torch`` on virtual GPUs: the table of docs/kernels.md.
 
     make virtual-truth ARGS=kernels
 
@@ -39,7 +39,7 @@ def main() -> int:
     steps = {key: step for model in BATCHES for key, step in planned(model)}
     columns = ["model", "layout", "compile", "kernels", "", "memory GiB", "", "memory-bound ms", "", "step ms", ""]
     table = tables.drawn([*columns, "vs ddp", ""], [[*[""] * 3, *["fused", "torch"] * 5], *rows(steps)])
-    PAGE.write_text(tables.inserted(PAGE.read_text(), "kernels", table))
+    tables.show(PAGE, "kernels", table)
     print(table)
     return 0
 

@@ -41,24 +41,22 @@ dist.destroy_process_group()
 
 def main() -> int:
     """Print the figures; 1 if they miss the requirement."""
-    given = options(
-        __doc__,
-        ranks=(2, "of a run"),
-        runs=(10, "turns of both, after the first"),
+    args = options(
+        __doc__, ranks=(2, "of a run"), runs=(10, "turns of both, after the first"),
         sweep=(50, "runs of the sweep, 2 or more"),
-    )
+    )  # fmt: skip
     local.warm_up(MODULES)  # as train.py does, which then reads and checks the configuration
-    first = _ours(given.ranks)
-    following, torchrun = zip(*[(_ours(given.ranks), _torchrun(given.ranks)) for _ in range(given.runs)], strict=True)
+    first = _ours(args.ranks)
+    following, torchrun = zip(*[(_ours(args.ranks), _torchrun(args.ranks)) for _ in range(args.runs)], strict=True)
     ratio = statistics.median(following) / statistics.median(torchrun)
-    print(f'seconds from "run ready" to "all {given.ranks} ranks in the process group" (gloo, CPU)')
+    print(f'seconds from "run ready" to "all {args.ranks} ranks in the process group" (gloo, CPU)')
     print(f"  first run       {first:.3f}")
     print(f"  following runs  {spread(following)}")
     print(f"  torchrun        {spread(torchrun)}")
     is_fast = judged(f"following / torchrun: {ratio:.3f}", f"at most {LIMIT:.3f}", ratio <= LIMIT)
-    one, many = _sweep_seconds(1), _sweep_seconds(given.sweep)
-    seconds = (many - one) / (given.sweep - 1)
-    print(f"seconds of a run of two steps of toy, of {given.sweep} in a sweep (2 ranks, CPU)")
+    one, many = _sweep_seconds(1), _sweep_seconds(args.sweep)
+    seconds = (many - one) / (args.sweep - 1)
+    print(f"seconds of a run of two steps of toy, of {args.sweep} in a sweep (2 ranks, CPU)")
     print(f"  first run       {one:.3f}, imports included")
     is_short = judged(f"a following run: {seconds:.3f}", f"at most {RUN_LIMIT:.3f}", seconds <= RUN_LIMIT)
     keep("start", f"{ratio:.3f}")

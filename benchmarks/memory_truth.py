@@ -1,10 +1,10 @@
-"""What ``ptdbench plan`` says of each rank's memory and messages, against the same steps on real ranks.
+"""The memory and messages of each rank in ``ptdbench plan``, against the same steps on real ranks.
 
     make memory-truth ARGS='--rows fsdp 3d --columns "gpt keep fp32"'
 
-Of the rank that takes the most (the last shards of a weight are padded, but their optimizer state is not) weights,
-gradients and optimizer state must agree to the byte, and messages in operations, calls and bytes. The peak is shown,
-and nothing is required of it. It is that of what is allocated, without ``other``, where a GPU has cuBLAS's workspaces.
+Weights, gradients and optimizer state of the rank with the most must agree to the byte (the last shards of a weight are
+padded, their optimizer state is not), and messages in operations, calls and bytes. The peak of allocated memory is only
+shown; it leaves out ``other``, in which a GPU has cuBLAS's workspaces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.cells import Matrix
 from benchmarks.plan_truth import plan
 from benchmarks.rank import job_of, on_ranks
-from benchmarks.script import keep, options, read
+from benchmarks.script import keep, read
 from ptdbench.job import Job
 from ptdbench.launch import peers
 from ptdbench.setup.config import Config
@@ -36,13 +36,12 @@ KINDS = ("weights", "gradients", "optimizer")
 
 def main() -> int:
     """Print a row for each cell; 1 if one of them misses."""
-    rows, columns = (*MATRIX.rows,), (*MATRIX.columns,)
-    given = options(__doc__, rows=(rows, "some of them", rows), columns=(columns, "some of them", columns))
+    args = MATRIX.options(__doc__)
     started, verdicts = time.monotonic(), []
     print(f"{'MiB':18}{'':22}{'ranks':>6}{'state':>10}{'planned':>10}{'peak':>10}{'planned':>10}  off by")
-    for row in given.rows:
-        cells = [read(*MATRIX.words(row, column), "device=cpu") for column in given.columns]
-        for column, real in zip(given.columns, on_ranks(cells[0], _measure, cells), strict=True):
+    for row in args.rows:
+        cells = [read(*MATRIX.words(row, column), "device=cpu") for column in args.columns]
+        for column, real in zip(args.columns, on_ranks(cells[0], _measure, cells), strict=True):
             planned = plan([*MATRIX.words(row, column), "virtual=h100"], "--again").records
             verdicts.append(bool(planned) and _agrees(row, column, real, planned[0]))
     print(f"{sum(verdicts)} of {len(verdicts)} cells pass; {time.monotonic() - started:.0f} s")
@@ -72,12 +71,12 @@ def _agrees(row: str, column: str, real: Mapping[str, Any], planned: Mapping[str
 
 
 def _messages(operations: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Calls and bytes of each operation, the mean over ranks."""
-    return {name: (round(one["calls"], 2), round(one["bytes"] or 0)) for name, one in operations.items()}
+    """Return calls and bytes of each operation, the mean over ranks."""
+    return {name: (round(sent["calls"], 2), round(sent["bytes"] or 0)) for name, sent in operations.items()}
 
 
 def _peak(memory: Mapping[str, Any]) -> int:
-    """Bytes allocated on the rank that takes the most, without what no kind is known of."""
+    """Return the most bytes that a rank has allocated, without those of unknown kind."""
     return max(map(sum, zip(*(sizes for kind, sizes in memory["ranks"].items() if kind != "other"), strict=True)))
 
 
@@ -109,9 +108,9 @@ def _measured(job: Job) -> dict[str, Any]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory in which these tensors lie, each piece once."""
+    """Return the bytes of the storages of these tensors, each storage once."""
     plain = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in plain}.values())
+    return sum({store.data_ptr(): store.nbytes() for store in (tensor.untyped_storage() for tensor in plain)}.values())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A training step of ptdbench's models against those of ``transformers``, or of nanoGPT's recipe.
+"""A training step of ptdbench's models against the same step of the models of ``transformers``.
 
     make model-speed                                      # fp32 on a CPU, bf16 on a GPU; eager and compiled
-    make model-speed ARGS="--against nanogpt --model gpt_xl --batch 8 --sequence 1024 --steps 50"
+    make model-speed ARGS="--model gpt_xl --batch 8 --sequence 1024 --steps 50"
 
-One step is forward, backward and AdamW. Ours is the one that a run does; theirs is autocast in bf16 and
-``torch.compile`` of the whole model, as their scripts have it, with torch's fused AdamW. The two run by turns; the peak
-memory is that of a fresh process for each, resident on a CPU, allocated on a GPU. Good is a ratio below 1.
+One step is forward, backward and AdamW. Ours is a run's; theirs has SDPA, autocast in bf16, ``torch.compile`` of the
+whole model and torch's fused AdamW. The two alternate; the peak memory is that of a fresh process for each, resident
+on a CPU, allocated on a GPU. Good is a ratio below 1.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.rivals import RIVALS
 from benchmarks.script import keep, options, read
 from ptdbench.measure.memory import peak_bytes, release
 from ptdbench.measure.timing import median_interval
@@ -35,15 +34,25 @@ from ptdbench.training.loop import Update
 
 Step = Callable[[], Tensor]
 
+#: Our sizes, by their names in ``transformers``; GPT-2 has aliases for these.
+_COMMON = {
+    "vocabulary": "vocab_size", "sequence_length": "max_position_embeddings", "width": "hidden_size",
+    "layers": "num_hidden_layers", "heads": "num_attention_heads",
+}  # fmt: skip
+_LLAMA = {"hidden": "intermediate_size", "key_value_heads": "num_key_value_heads", "tie_weights": "tie_word_embeddings"}
+_MIXTRAL = {
+    "expert_hidden": "intermediate_size", "key_value_heads": "num_key_value_heads", "experts": "num_local_experts",
+    "active": "num_experts_per_tok", "norm_epsilon": "rms_norm_eps",
+}  # fmt: skip
+
 
 def main() -> int:
-    """Print both figures for each mode, or be the fresh process that measures the memory of one model."""
+    """Print time and memory of each mode, or, in a fresh process, the peak memory of one model."""
     on_gpu = torch.cuda.is_available()
-    given = options(
+    args = options(
         __doc__,
         model=("gpt_small", "of conf/model"),
         set=((), "NAME=VALUE: other sizes of the model"),
-        against=("transformers", "whose step", RIVALS),
         batch=(8 if on_gpu else 2, "sequences"),
         sequence=(1024 if on_gpu else 256, "tokens each"),
         steps=(100 if on_gpu else 15, "pairs"),
@@ -55,83 +64,81 @@ def main() -> int:
         json=(False, "print the figures as one line of JSON"),
         memory_of=(str, "print the peak memory of one model, in bytes", ["ours", "theirs"]),
     )
-    torch.set_num_threads(given.threads)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # a mesh wants one
-    if given.memory_of:
-        print(_peak_bytes(stepper(given.memory_of, given, given.modes[0]), torch.device(given.device)))
+    torch.set_num_threads(args.threads)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # a mesh needs one
+    if args.memory_of:
+        step = stepper(args.memory_of, args, args.modes[0])
+        for _ in range(3):  # the first step has no optimizer state yet
+            step()
+        print(peak_bytes(torch.device(args.device)))
         return 0
-    what = f"{given.model}, batch {given.batch} x {given.sequence} tokens, {given.precision}, {given.device}"
-    print(f"{what}, {given.threads} threads", file=sys.stderr if given.json else sys.stdout)
-    found = {}
-    for mode in given.modes:
+    run = f"{args.model}, batch {args.batch} x {args.sequence} tokens, {args.precision}, {args.device}"
+    print(f"{run}, {args.threads} threads", file=sys.stderr if args.json else sys.stdout)
+    figures = {}
+    for mode in args.modes:
         # Memory first: a fresh process needs all of a GPU that two models in this one would have taken.
-        ours, theirs = (_peak_of_fresh_process(who, mode) for who in ("ours", "theirs"))
-        found[mode] = {"our_peak": ours, "their_peak": theirs} | _times(given, mode)
-        release(torch.device(given.device))
-        if not given.json:
-            print(_shown(mode, given.against, found[mode]), flush=True)
-    if given.json:
-        print(json.dumps(found))
-    keep(f"{given.model} {given.against}", ", ".join(f"{mode} {one['ratio']:.3f}" for mode, one in found.items()))
+        ours, theirs = (_peak_of_fresh_process(side, mode) for side in ("ours", "theirs"))
+        figures[mode] = {"our_peak": ours, "their_peak": theirs} | _times(args, mode)
+        release(torch.device(args.device))
+        if not args.json:
+            print(_shown(mode, figures[mode]), flush=True)
+    if args.json:
+        print(json.dumps(figures))
+    ratios = ", ".join(f"{mode} {of_mode['ratio']:.3f}" for mode, of_mode in figures.items())
+    keep(f"{args.model} transformers", ratios)
     return 0
 
 
-def _shown(mode: str, rival: str, found: dict[str, Any]) -> str:
-    interval = "{:.3f} to {:.3f}".format(*found["interval"]) if found["interval"] else "unknown: too few pairs"
+def _shown(mode: str, figures: dict[str, Any]) -> str:
+    interval = "{:.3f} to {:.3f}".format(*figures["interval"]) if figures["interval"] else "unknown: too few pairs"
     return (
-        f"{f'compile={mode}':<17} step     ours {found['ours']:.4f} s, {rival} {found['theirs']:.4f} s; ours/theirs "
-        f"{found['ratio']:.3f} (95 % interval {interval}, {found['pairs']} pairs)\n"
-        f"{'':<17} peak     ours {found['our_peak'] / 2**20:.0f} MiB, {rival} {found['their_peak'] / 2**20:.0f} MiB; "
-        f"ours/theirs {found['our_peak'] / found['their_peak']:.3f}"
+        f"{f'compile={mode}':<17} step     ours {figures['ours']:.4f} s, transformers {figures['theirs']:.4f} s; "
+        f"ours/theirs {figures['ratio']:.3f} (95 % interval {interval}, {figures['pairs']} pairs)\n"
+        f"{'':<17} peak     ours {figures['our_peak'] / 2**20:.0f} MiB, transformers "
+        f"{figures['their_peak'] / 2**20:.0f} MiB; ours/theirs {figures['our_peak'] / figures['their_peak']:.3f}"
     )
 
 
-def _times(given: argparse.Namespace, mode: str) -> dict[str, Any]:
-    steps = {who: stepper(who, given, mode) for who in ("ours", "theirs")}
-    seconds: dict[str, list[float]] = {who: [] for who in steps}
-    for turn in range(given.warmup + given.steps):
-        for who in steps if turn % 2 else reversed(steps):
+def _times(args: argparse.Namespace, mode: str) -> dict[str, Any]:
+    steps = {side: stepper(side, args, mode) for side in ("ours", "theirs")}
+    seconds: dict[str, list[float]] = {side: [] for side in steps}
+    for turn in range(args.warmup + args.steps):
+        for side in steps if turn % 2 else reversed(steps):
             started = time.perf_counter()
-            steps[who]()
-            if given.device == "cuda":
+            steps[side]()
+            if args.device == "cuda":
                 torch.cuda.synchronize()
-            seconds[who].append(time.perf_counter() - started)
-    ours, theirs = (times[given.warmup :] for times in seconds.values())
+            seconds[side].append(time.perf_counter() - started)
+    ours, theirs = (times[args.warmup :] for times in seconds.values())
     ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
     medians = {"ours": median(ours), "theirs": median(theirs), "ratio": median(ratios)}
     return {**medians, "interval": median_interval(ratios), "pairs": len(ratios)}
 
 
-def _peak_bytes(step: Step, device: torch.device) -> int:
-    for _ in range(3):  # the first step has no optimizer state yet
-        step()
-    return peak_bytes(device)
-
-
-def _peak_of_fresh_process(who: str, mode: str) -> int:
-    command = [sys.executable, *sys.argv, "--memory-of", who, "--modes", mode]
+def _peak_of_fresh_process(side: str, mode: str) -> int:
+    command = [sys.executable, *sys.argv, "--memory-of", side, "--modes", mode]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def stepper(who: str, given: argparse.Namespace, mode: str) -> Step:
-    """Build one training step of a model, on tokens that are the same for both; ``given`` are options of this file."""
-    sizes = yaml.safe_load((conf_folder() / "model" / f"{given.model}.yaml").read_text())
-    sizes |= {name: yaml.safe_load(value) for name, value in (word.split("=", 1) for word in given.set)}
+def stepper(side: str, args: argparse.Namespace, mode: str) -> Step:
+    """Build the training step of one side, on the same tokens for both; ``args`` are this file's options."""
+    sizes = yaml.safe_load((conf_folder() / "model" / f"{args.model}.yaml").read_text())
+    sizes |= {name: yaml.safe_load(value) for name, value in (word.split("=", 1) for word in args.set)}
     generator = torch.Generator().manual_seed(0)
-    text = torch.randint(sizes["vocabulary"], (given.batch, given.sequence + 1), generator=generator)
-    text = text.to(given.device)
+    text = torch.randint(sizes["vocabulary"], (args.batch, args.sequence + 1), generator=generator)
+    text = text.to(args.device)
     inputs, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    if who == "theirs":
-        return _theirs(given, sizes, inputs, targets, mode)
-    return _ours(given, inputs, targets, mode)
+    if side == "theirs":
+        return _theirs(args, sizes, inputs, targets, mode)
+    return _ours(args, inputs, targets, mode)
 
 
-def _ours(given: argparse.Namespace, inputs: Tensor, targets: Tensor, mode: str) -> Step:
-    """What a run of this configuration does in each step, but for its data and its clock."""
-    device, sizes = torch.device(given.device), [f"model.{word}" for word in given.set]
+def _ours(args: argparse.Namespace, inputs: Tensor, targets: Tensor, mode: str) -> Step:
+    """Build the step of a run of this configuration, without its data and its clock."""
+    device, sizes = torch.device(args.device), [f"model.{word}" for word in args.set]
     config = read(
-        f"model={given.model}", f"model.sequence_length={given.sequence}", *sizes, "parallel=single",
-        f"train.global_batch={given.batch}", f"precision={given.precision}", f"compile={mode}",
+        f"model={args.model}", f"model.sequence_length={args.sequence}", *sizes, "parallel=single",
+        f"train.global_batch={args.batch}", f"precision={args.precision}", f"compile={mode}",
         f"device={device.type}", "cluster.ranks_per_node=1", "optimizer.lr=1e-4",
     )  # fmt: skip
     training = run_spec.specify(config, None).training
@@ -148,22 +155,38 @@ def _ours(given: argparse.Namespace, inputs: Tensor, targets: Tensor, mode: str)
     return step
 
 
-def _theirs(given: argparse.Namespace, sizes: dict[str, Any], inputs: Tensor, targets: Tensor, mode: str) -> Step:
-    with torch.device(given.device):
-        model, loss_of = RIVALS[given.against](sizes)
+def _theirs(args: argparse.Namespace, sizes: dict[str, Any], inputs: Tensor, targets: Tensor, mode: str) -> Step:
+    with torch.device(args.device):
+        model = of_transformers(sizes)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    forward = loss_of if mode == "false" else torch.compile(loss_of)
+    forward = model if mode == "false" else torch.compile(model)
 
     def step() -> Tensor:
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=given.precision == "bf16"):
-            loss = forward(inputs, targets)
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            loss: Tensor = forward(input_ids=inputs, labels=inputs, shift_labels=targets).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     return step
+
+
+def of_transformers(sizes: dict[str, Any]) -> nn.Module:
+    """Build Mixtral for sizes with experts, Llama for those with key-value heads, else GPT-2; without dropout."""
+    import transformers
+
+    kind: Any = transformers.GPT2LMHeadModel
+    names, dropout = _COMMON, dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    if "experts" in sizes:
+        kind, names, dropout = transformers.MixtralForCausalLM, _COMMON | _MIXTRAL, {}
+    elif "key_value_heads" in sizes:
+        kind, names, dropout = transformers.LlamaForCausalLM, _COMMON | _LLAMA, {}
+    config = kind.config_class(**{theirs: sizes[ours] for ours, theirs in names.items()}, **dropout, use_cache=False)
+    config._attn_implementation = "sdpa"
+    model: nn.Module = kind(config)
+    return model
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ Step = Callable[[], Tensor]
 def main() -> int:
     """Print both ratios; 1 if the harness costs more than it may."""
     on_gpu = torch.cuda.is_available()
-    given = options(
+    args = options(
         __doc__,
         pairs=(1000, "steps of each side"),
         model=("gpt_small" if on_gpu else "gpt_tiny", "a choice of conf/model"),
@@ -61,14 +61,14 @@ def main() -> int:
         precision=("bf16" if on_gpu else "fp32", "of the model", ["fp32", "bf16"]),
     )
     run = read(
-        f"model={given.model}", f"parallel={given.parallel}", f"precision={given.precision}",
-        f"train.global_batch={given.batch}", f"train.steps={given.pairs + len(ORDERS)}", "train.max_minutes=null",
-        f"cluster.cpus_per_rank={given.threads}",
+        f"model={args.model}", f"parallel={args.parallel}", f"precision={args.precision}",
+        f"train.global_batch={args.batch}", f"train.steps={args.pairs + len(ORDERS)}", "train.max_minutes=null",
+        f"cluster.cpus_per_rank={args.threads}",
     )  # fmt: skip
     ranks, seconds = on_ranks(run, _take_turns)
     print(
-        f"{given.model} {given.parallel}, world size {ranks}, global batch {given.batch}, {given.precision}: "
-        f"{given.pairs} turns, bare step {statistics.median(seconds['bare']) * 1e3:.1f} ms (median)"
+        f"{args.model} {args.parallel}, world size {ranks}, global batch {args.batch}, {args.precision}: "
+        f"{args.pairs} turns, bare step {statistics.median(seconds['bare']) * 1e3:.1f} ms (median)"
     )
     noise, ratio = (paired_ratio(seconds[side], seconds["bare"]) for side in ("again", "product"))
     print(f"  bare / bare     {noise}")

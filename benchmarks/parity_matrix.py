@@ -6,7 +6,7 @@
     make parity-matrix ARGS=experts                                # a model with experts: the table of docs/experts.md
 
 A cell is ten steps of the product's own step loop, in fp32 on CPU ranks, against the same ten steps on one rank. Where
-a lever changes the numbers, losses must stay within 2 or 3 % of those without it, and differ. Of experts the norms of
+a lever changes the numbers, losses must stay within 2 % of those without it, and differ. Of experts the norms of
 gradients are compared too; a token meets two of eight and a shared one, and the auxiliary loss is strong enough to be
 seen. Good is a matrix without ``wrong``.
 """
@@ -52,8 +52,8 @@ def main() -> int:
         del sys.argv[1]
     references: dict[str, Numbers | str] = {}
 
-    def carry_out(_: str, cells: Cells) -> Iterator[tuple[str, str]]:
-        """Ranks of its own for each row: gloo keeps the threads of all groups that a process had."""
+    def execute(_: str, cells: Cells) -> Iterator[tuple[str, str]]:
+        """Start ranks for each row: gloo keeps the threads of all groups that a process had."""
         alone = {column: "plain" if column in CHANGES else column for column in cells}
         lacking = {*alone.values()} - {*references}
         references.update(numbers_of({name: read(*matrix.words("single", name)) for name in lacking}))
@@ -61,29 +61,29 @@ def main() -> int:
             most = CHANGES.get(column, EXACT) if matrix is LAYOUTS else EXACT
             yield column, verdict(numbers, references[alone[column]], most, with_norms=matrix is EXPERTS)
 
-    return matrix.fill(__doc__, carry_out)
+    return matrix.fill(__doc__, execute)
 
 
 def numbers_of(cells: Mapping[str, Config]) -> dict[str, Numbers | str]:
     """Return the numbers of each cell, or the error that ended its ranks; all in the same ranks, until one dies."""
-    found: dict[str, Numbers | str] = {}
-    while left := {cell: config for cell, config in cells.items() if cell not in found}:
+    results: dict[str, Numbers | str] = {}
+    while left := {cell: config for cell, config in cells.items() if cell not in results}:
         death = ""
         with TemporaryDirectory() as directory:
             path = Path(directory, "numbers")
             path.touch()
             try:
-                on_ranks(next(iter(left.values())), _carry_out, left, path)
+                on_ranks(next(iter(left.values())), _run_cells, left, path)
             except local.RankDied as died:
                 death = str(died)
-            found |= dict(map(json.loads, path.read_text().splitlines()))
+            results |= dict(map(json.loads, path.read_text().splitlines()))
         if death:
-            found[next(cell for cell in left if cell not in found)] = death
-    return found
+            results[next(cell for cell in left if cell not in results)] = death
+    return results
 
 
-def _carry_out(job: Job, cells: Mapping[str, Config], path: Path) -> None:
-    """In a rank: a line for each cell. All in one process group: torch keeps plans for DTensors by names of groups."""
+def _run_cells(job: Job, cells: Mapping[str, Config], path: Path) -> None:
+    """In a rank: write a line for each cell. One process group: torch keeps plans for DTensors by names of groups."""
     torch.set_num_threads(1)
     for name, config in cells.items():
         numbers = steps(job_of(config, job))
@@ -104,7 +104,7 @@ def steps(job: Job) -> Numbers:
 
 
 def verdict(numbers: Numbers | str, reference: Numbers | str, most: float, with_norms: bool = False) -> str:
-    """Say ``ok`` with the largest relative difference of a loss from one rank, and of a norm, or what is wrong."""
+    """Return ``ok`` with the largest relative difference of a loss from one rank, and of a norm, or what is wrong."""
     if isinstance(numbers, str) or isinstance(reference, str):
         return f"wrong: {numbers if isinstance(numbers, str) else reference}"
     if abs(reference[:STEPS][-1] / reference[0] - 1) < 1e-2:

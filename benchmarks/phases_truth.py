@@ -1,10 +1,11 @@
-"""The phases that the profiler found against steps in which communication costs nothing.
+"""The phases of the profiler against steps with free communication.
 
-    make overhead ARGS="phases --model gpt_small --steps 20 --only ddp fsdp"
+    make overhead ARGS="phases --model gpt_small --steps 20 --rows ddp fsdp"
 
-Shares of the step, the mean over ranks: by the difference to steps whose communication is done at once and moves
-nothing, by the trace, and by the CPU time of the thread that computes, beyond that of a free step. Good is a trace
-within 5 points of the difference, or explained by the CPU time, and at most 5 % of a step in no phase.
+Exposed communication as a share of the step, the mean over ranks: by the difference to steps whose communication
+completes at once and moves nothing, by the trace, and by the time in which the compute thread is off its core, beyond a
+free step's. Good is a trace within 5 points of the difference, or explained by the time off core, and at most 5 % of a
+step in no phase.
 """
 
 from __future__ import annotations
@@ -21,65 +22,47 @@ import torch.distributed as dist
 from msgspec import to_builtins
 from torch._C._distributed_c10d import _create_work_from_future
 
+from benchmarks.cells import Matrix, refusal
 from benchmarks.rank import on_ranks
 from benchmarks.ratio import paired_ratio
-from benchmarks.script import keep, options, read
+from benchmarks.script import keep, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
-from ptdbench.parallel.pipeline_schedules import SCHEDULES
 from ptdbench.records.schema import Metrics, StepSeconds
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
 from ptdbench.workloads.train import assemble
 
-#: How far the two shares may be apart, and how much of a rank's step may be in no phase.
+#: Largest difference of the two shares, and the largest share of a rank's step in no phase.
 POINTS, MOST_OTHER = 0.05, 0.05
 
-#: Ranks and options. Two ranks can be copies or shards, not both.
-LAYOUTS = {
-    "ddp": (2, "parallel=ddp"),
-    "fsdp": (2, "parallel=fsdp"),
-    "hsdp": (4, "parallel=hsdp parallel.replicate=2 parallel.shard=2"),
-    "tp": (2, "parallel=tp"),
-    **{
-        f"pdp-{name}": (2, f"parallel=pdp parallel.pipeline=2 parallel.schedule={name}")
-        for name, schedule in SCHEDULES.items()
-        if schedule.is_supported
-    },
-}
+MATRIX = Matrix.load("phases")
 
 OPERATIONS = (
     "allreduce_", "_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "_reduce_scatter_base_",
     "reduce_scatter_tensor_coalesced_", "alltoall_base_", "broadcast_", "send", "recv_",
 )  # fmt: skip
 
-#: What of a step is waiting for others.
+#: The phases in which a rank waits for others.
 WAITS = ("communication", "stragglers", "bubble")
 
 
 def main() -> int:
-    """Print a row for each layout; 1 if one of them misses."""
-    given = options(
-        __doc__,
-        model=("gpt_tiny", "a choice of conf/model"),
-        steps=(40, "pairs of steps"),
-        only=(tuple(LAYOUTS), "these layouts", LAYOUTS),
-    )
+    """Print a row for each layout; return 1 if one misses."""
+    args = MATRIX.options(__doc__, model=("gpt_tiny", "a choice of conf/model"), steps=(40, "pairs of steps"))
     headings = "".join(f"{name:>9}" for name in ("trace", "off core", "other", "bubble", "formula"))
     print(f"{'':27}{'step':>8}{'free':>9}{'by difference':>22}{headings}")
-    missed = []
-    for name in given.only:
-        ranks, layout = LAYOUTS[name]
-        words = [f"model={given.model}", *layout.split(), f"cluster.ranks_per_node={ranks}", "device=cpu"]
-        if not _passes(name, on_ranks(read(*words, "profile.steps=10"), _in_rank, given.steps)):
-            missed.append(name)
-    keep("phases", f"{len(given.only) - len(missed)} of {len(given.only)} pass")
-    return int(bool(missed))
+    configs = {row: read(*MATRIX.words(row, "plain"), f"model={args.model}") for row in args.rows}
+    supported = {row: config for row, config in configs.items() if not refusal(config)}  # torch may lack a schedule
+    passed = sum(_passes(row, on_ranks(config, _in_rank, args.steps)) for row, config in supported.items())
+    keep("phases", f"{passed} of {len(supported)} pass")
+    return int(passed < len(supported))
 
 
-def _passes(name: str, found: Mapping[str, Any]) -> bool:
-    """Print the row of a layout, and whether it is as required."""
-    phases, (seconds, cpu_seconds), (free_seconds, free_cpu_seconds) = found["phases"], found["step"], found["free"]
+def _passes(name: str, figures: Mapping[str, Any]) -> bool:
+    """Print the row of a layout, and return whether it is as required."""
+    phases, seconds, cpu_seconds = figures["phases"], *figures["step"]
+    free_seconds, free_cpu_seconds = figures["free"]
     step = np.mean(seconds)
     ratio = paired_ratio(free_seconds, seconds)
     share = 1 - ratio.value
@@ -102,24 +85,24 @@ def _passes(name: str, found: Mapping[str, Any]) -> bool:
 
 
 def _in_rank(job: Job, pairs: int) -> dict[str, Any]:
-    """The phases, and for both ways the seconds and CPU seconds of each step, the mean over ranks."""
+    """Return the phases, and for both kinds of steps the seconds and CPU seconds of each, the mean over ranks."""
     torch.set_num_threads(1)
     loop, times = assemble(job), dict[str, list[tuple[float, float]]](step=[], free=[])
     for number in range(pairs + 3):
-        for way in ("free", "step") if number % 2 else ("step", "free"):
-            taken = _timed(loop, is_free=way == "free")
+        for kind in ("free", "step") if number % 2 else ("step", "free"):
+            seconds = _timed(loop, is_free=kind == "free")
             if number >= 3:  # the first ones allocate
-                times[way].append(taken)
+                times[kind].append(seconds)
     mean = Metrics(step_seconds=StepSeconds(mean=float(np.mean([seconds for seconds, _ in times["step"]]))))
     phases, of_ranks = profile.phases(job, loop, mean, None), gather(times)
     return {
         "phases": to_builtins(phases),
-        **{way: np.mean([rank[way] for rank in of_ranks], axis=0).T.tolist() for way in times},
+        **{kind: np.mean([rank[kind] for rank in of_ranks], axis=0).T.tolist() for kind in times},
     }
 
 
 def _timed(loop: StepLoop, is_free: bool) -> tuple[float, float]:
-    """Seconds of a step, and those in which the thread that computes was on a core."""
+    """Return the seconds of a step, and those in which the compute thread was on a core."""
     inputs, targets = loop.feed.peek(loop.done)
     dist.barrier()
     with _free_communication() if is_free else nullcontext():
@@ -131,7 +114,7 @@ def _timed(loop: StepLoop, is_free: bool) -> tuple[float, float]:
 
 @contextmanager
 def _free_communication() -> Iterator[None]:
-    """Operations of communication are done at once, and move nothing."""
+    """Have communication complete at once and move nothing."""
     library = torch.library.Library("c10d", "IMPL")
     for name in OPERATIONS:
         returns = getattr(torch.ops.c10d, name).default._schema.returns

@@ -96,10 +96,10 @@ def main() -> int:
         "large": lambda: plan(LARGE, "--again").judged("large", 1, 180, 2e9),
         "repeated": _repeated,
         "times": _times,
-        "sizes": lambda: _sizes(given.sizes),
+        "sizes": lambda: _sizes(args.sizes),
     }
-    given = options(__doc__, only=(tuple(parts), "parts", parts), sizes=(GIB, "GiB of the GPUs"))
-    return int(not all([parts[name]() for name in given.only]))  # noqa: C419 - each is to be carried out
+    args = options(__doc__, only=(tuple(parts), "parts", parts), sizes=(GIB, "GiB of the GPUs"))
+    return int(not all([parts[name]() for name in args.only]))  # noqa: C419 - each is to be carried out
 
 
 def _repeated() -> bool:

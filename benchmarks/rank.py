@@ -1,4 +1,4 @@
-"""Ranks of a run that carry out something else than its workload."""
+"""Run a function, in place of the workload, in the ranks of a run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ptdbench.setup.run_spec import RunSpec
 
 
 def on_ranks(config: Config, body: Callable[..., Any], *arguments: Any, within: str | None = None) -> Any:
-    """Have the ranks of a run carry out ``body(job, *arguments)``, and return what rank 0 does, as JSON has it.
+    """Call ``body(job, *arguments)`` in the ranks of a run, and return rank 0's result, by way of JSON.
 
     Args:
-        config: The configuration of their run, which says how many there are.
+        config: The configuration of the run, which decides the number of ranks.
         body: A function that can be pickled.
         arguments: Can be pickled too.
-        within: Where the run's directory is for so long; by default among temporary files.
+        within: Where to create the run's directory meanwhile; by default among temporary files.
     """
     size = run_spec.specify(config, None).world_size
     with TemporaryDirectory(dir=within) as directory:
@@ -55,7 +55,7 @@ def _in_rank(
 ) -> None:
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
     world = discover(os.environ)
-    assert world is not None  # local.start has just said who this is, in torchrun's words
+    assert world is not None  # local.start has just set torchrun's variables
     world = replace(world, launcher="local")
     spec = _built(config, world)
     device = spec.device(world.local_rank)

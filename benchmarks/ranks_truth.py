@@ -194,18 +194,18 @@ def _row(name: str, seen: int, tried: int, most: float = 1.0, least: float = 0.0
 
 def main() -> int:
     """Print the shares; 1 if one of them misses what it should be."""
-    given = options(__doc__, sweeps=(1000, "of each kind"), bench=(int, "run make bench so often instead"))
+    args = options(__doc__, sweeps=(1000, "of each kind"), bench=(int, "run make bench so often instead"))
     random = np.random.default_rng(0)
-    made = chain(identical(random, given.sweeps), decided(random, given.sweeps))
+    made = chain(identical(random, args.sweeps), decided(random, args.sweeps))
     rows = []
-    for row in bench(given.bench) if given.bench else made:
+    for row in bench(args.bench) if args.bench else made:
         print(row, flush=True)
         rows.append(row)
-    if given.bench:
+    if args.bench:
         keep("bench", ", ".join(f"{row.seen} of {row.tried}" for row in rows))
-    for rule in {row.rule for row in rows if row.rule and not given.bench}:
+    for rule in {row.rule for row in rows if row.rule and not args.bench}:
         shares = [row.seen / row.tried for row in rows if row.rule == rule]
-        keep(f"ranks: {rule}", f"{min(shares):.1%} to {max(shares):.1%} of {given.sweeps:,}")
+        keep(f"ranks: {rule}", f"{min(shares):.1%} to {max(shares):.1%} of {args.sweeps:,}")
     return int(not all(row.is_met for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark does: read its options, start commands of ptdbench, print figures, judge and store them."""
+"""Options, commands of ptdbench, figures and verdicts of all benchmarks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def options(description: str | None, program: str | None = None, **flags: tuple[
     Args:
         description: The docstring.
         program: How the benchmark is called.
-        flags: For each option its default, its help and, where there are such, its choices. An option whose default is
-            ``False`` is a switch, one whose default is a tuple takes several values. A type in place of the default
-            stands for ``None`` by default.
+        flags: For each option its default, its help and, if it has any, its choices. A default of ``False`` makes a
+            switch, a tuple an option of several values, and a type an option that is ``None`` by default.
     """
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(program, description=description, formatter_class=form)
@@ -57,26 +56,26 @@ def read(*words: str) -> Config:
 def trained(
     directory: Path, *words: str, launcher: Sequence[str] = TRAIN[:1], fails: bool = False, **settings: Any
 ) -> dict[str, Any]:
-    """Carry out ``train.py WORDS`` of this checkout, and return its record.
+    """Run ``train.py WORDS`` of this checkout, and return its record.
 
     Args:
         directory: Of the run.
         words: Overrides.
         launcher: The words before ``train.py``.
-        fails: Whether the run may fail; otherwise this process exits when it does. A run that leaves no record, as it
-            was refused or took too long, has the status ``refused`` or ``hung``, and what was said as its error.
+        fails: Whether the run may fail; otherwise its failure ends this process. A run that leaves no record has the
+            status ``refused``, or ``hung`` after a timeout, and its output as the error.
         settings: Those of :func:`subprocess.run`.
     """
     command, path = [*launcher, TRAIN[1], *words, f"hydra.run.dir={directory}"], directory / "record.json"
     try:
         done = subprocess.run(command, cwd=ROOT, text=True, check=False, capture_output=True, **settings)
-        status, said = "refused", f"{done.stdout}{done.stderr}".strip()
+        status, output = "refused", f"{done.stdout}{done.stderr}".strip()
     except subprocess.TimeoutExpired as late:
-        status, said = "hung", str(late)
+        status, output = "hung", str(late)
     if (status == "hung" or done.returncode) and not fails:
-        raise SystemExit(f"{' '.join(command)} failed\n{said}")
+        raise SystemExit(f"{' '.join(command)} failed\n{output}")
     if not path.exists():
-        error = {"rank": -1, "type": status, "message": said, "traceback": ""}
+        error = {"rank": -1, "type": status, "message": output, "traceback": ""}
         identity = {"workload": "-", "fingerprint": "", "directory": str(directory)}
         return {"status": status, "error": error, **identity}
     record: dict[str, Any] = json.loads(path.read_text())
@@ -84,19 +83,19 @@ def trained(
 
 
 def seconds_of(command: Sequence[str], **settings: Any) -> float:
-    """Carry out a command that must succeed, and return the seconds from its start to its exit."""
+    """Run a command that must succeed, and return the seconds from its start to its exit."""
     started = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, **settings)
     return time.perf_counter() - started
 
 
 def spread(seconds: Sequence[float]) -> str:
-    """Format the median of several times, the least and the most."""
+    """Format the median, minimum and maximum of several times."""
     return f"{statistics.median(seconds):.3f} (median of {len(seconds)}, {min(seconds):.3f} to {max(seconds):.3f})"
 
 
 def judged(figure: str, required: str, holds: bool) -> bool:
-    """Print a figure, what is required of it, and whether that holds; return the last."""
+    """Print a figure, its requirement, and whether that holds; return the last."""
     print(f"{figure}, {required} required: {'PASS' if holds else 'MISS'}", flush=True)
     return holds
 

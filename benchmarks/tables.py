@@ -1,6 +1,6 @@
 """Rewrite the tables of the pages from the stored results, as ``python -m benchmarks.tables``.
 
-``results.json`` holds the figures of the README with date and machine, ``gpu/`` what ``make gpu-check`` has found,
+``results.json`` holds the figures of the README with date and machine, ``gpu/`` the results of ``make gpu-check``,
 ``parity/`` and ``virtual/`` the matrices of layouts. A benchmark that is started with ``KEEP=1`` stores its figures.
 """
 
@@ -29,7 +29,7 @@ def drawn(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def inserted(text: str, name: str, table: str) -> str:
-    """Return a page with another table between its comments of this name."""
+    """Return a page with the table between its comments of this name replaced."""
     before, begin, rest = text.partition(f"<!-- {name} -->")
     _, end, after = rest.partition(f"<!-- end of {name} -->")
     if not (begin and end):
@@ -37,8 +37,13 @@ def inserted(text: str, name: str, table: str) -> str:
     return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 
+def show(page: Path, name: str, table: str) -> None:
+    """Replace the table of this name in a page."""
+    page.write_text(inserted(page.read_text(), name, table))
+
+
 def store(name: str, result: str | Sequence[Sequence[str]]) -> None:
-    """Store the result of a figure, or the rows of a table, of today and this machine, and rewrite the pages."""
+    """Store a figure's result or a table's rows with the date and this machine, and rewrite the pages."""
     from ptdbench.measure.hardware import environment
 
     machine, results = environment("cpu"), json.loads(RESULTS.read_text())
@@ -63,21 +68,19 @@ def of_readme() -> dict[str, str]:
     tables = {name: drawn(table["columns"], table["rows"]) for name, table in results["tables"].items()}
     speeds = drawn(
         ("model, samples, `compile`", "tokens/s", "MFU", "step ms", "GiB", "virtual"),
-        _speeds(json.loads((FOLDER / "gpu/NVIDIA-H200.json").read_text()), results["known without a GPU"]),
+        _speeds(json.loads((FOLDER / "gpu/NVIDIA-H200.json").read_text())["parts"], results["known without a GPU"]),
     )
     of_gpu_check = yaml.safe_load((FOLDER / "gpu_check/parts.yaml").read_text())
     parts = [(f"`{name}`", part["covers"], part["rule"]) for name, part in of_gpu_check.items()]
     return {
-        "figures": drawn(fields, figures),
-        "speeds": speeds,
-        "parts": drawn(("part", "covers", "rule"), parts),
+        "figures": drawn(fields, figures), "speeds": speeds, "parts": drawn(("part", "covers", "rule"), parts),
         **tables,
-    }
+    }  # fmt: skip
 
 
-def _speeds(found: Any, known: dict[str, str]) -> Iterable[list[str]]:
-    """Draw rows of one device's runs, beside its GiB on a virtual one."""
-    for check in (check for part in SPEEDS for check in found["parts"][part]["checks"]):
+def _speeds(parts: Any, virtual_gib: dict[str, str]) -> Iterable[list[str]]:
+    """Yield the cells of a device's runs, each with the memory of the same run on a virtual GPU."""
+    for check in (check for part in SPEEDS for check in parts[part]["checks"]):
         figures = check["figures"]
         if check["name"] == "goal" or "mfu" not in figures:
             continue
@@ -85,11 +88,11 @@ def _speeds(found: Any, known: dict[str, str]) -> Iterable[list[str]]:
         run = f"{options['model']}, {options['train.global_batch']}, `{options['compile']}`"
         rate, mfu, step = figures["tokens_per_second"], figures["mfu"], figures["step_seconds"]
         measured = f"{rate:,.0f}", f"{100 * mfu:.1f} %", f"{1e3 * step:.1f}"
-        yield [run, *measured, f"{figures['peak_memory_bytes'] / 2**30:.2f}", known[run]]
+        yield [run, *measured, f"{figures['peak_memory_bytes'] / 2**30:.2f}", virtual_gib[run]]
 
 
 def pages() -> dict[Path, str]:
-    """Return the text that each page with tables should have."""
+    """Return the pages that have tables, with their text as it should be."""
     from benchmarks.cells import Matrix
 
     texts = {README: README.read_text()}

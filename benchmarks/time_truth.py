@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import virtual_truth
 from benchmarks.script import ROOT, keep, options, read, trained
-from benchmarks.tables import SPEEDS, drawn, inserted
+from benchmarks.tables import SPEEDS, drawn, show
 from ptdbench.comparison import predictions
 from ptdbench.grouping import grouped
 from ptdbench.peaks import DENSE_PEAKS
@@ -80,17 +80,17 @@ class Row:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """What it has in common with runs that are comparable: the source, the model, and the length of a sample."""
+        """What comparable runs have in common: the source, the model, and the length of a sample."""
         return self.source, *(word for word in self.words if word.startswith(("model=", "model.sequence")))
 
     @property
     def path(self) -> Path:
-        """The log of a step of it."""
+        """The log of one of its steps."""
         return FOLDER / f"{self.name.replace(' ', '_')}.npz"
 
     @cached_property
     def log(self) -> Log:
-        """The log of a step of it."""
+        """The log of one of its steps."""
         return Log.load(self.path)
 
     @cached_property
@@ -106,7 +106,7 @@ class Row:
         return self.prediction.seconds / self.seconds - 1
 
     def record(self) -> None:
-        """Write the log of a step of it on a virtual GPU of this machine."""
+        """Write the log of one of its steps on a virtual GPU of this machine."""
         words = [word for word in self.words if not word.startswith(_OF_GPU)]
         with tempfile.TemporaryDirectory() as folder:
             environ = {**os.environ, LOGS: f"{folder}/logs", "PYTORCH_ALLOC_CONF": "expandable_segments:False"}
@@ -133,27 +133,27 @@ def rows() -> Iterator[Row]:
         published = [row for row in csv.DictReader(file) if row["tokens"]]
     for row in published:
         words = row["words"].split()
-        given = dict(word.split("=", 1) for word in words)
+        options = dict(word.split("=", 1) for word in words)
         config = read(*words, "data=synthetic_tokens")
         with torch.device("meta"):
             model = choices.build(config, "model")
-        length, batch = config.resolved["model"]["sequence_length"], int(given["train.global_batch"])
+        length, batch = config.resolved["model"]["sequence_length"], int(options["train.global_batch"])
         seconds = batch * length / virtual_truth.NODE / float(row["tokens"])
         mfu = sum(model.train_flops().values()) * batch / virtual_truth.NODE / seconds / PEAK
-        name = f"llama_8b {given['precision']} {given.get('compile', 'false')}{' 32k' * (length > 2**14)}"
+        name = f"llama_8b {options['precision']} {options.get('compile', 'false')}{' 32k' * (length > 2**14)}"
         typed = [*words, *_RECIPE, *_NODE, _MODEL]
         yield Row("torchtitan", name, typed, "h100_500w", "2.6 of 2024-12-23", seconds, mfu, float(row["gib"]) * 2**30)
 
 
 def ledger(of: Sequence[Row]) -> str:
-    """Return the tables of the ledger, and what follows from them."""
+    """Return the tables of the ledger, and their errors."""
     return "\n\n".join(
         [*(_of_source([row for row in of if row.source == source]) for source in ANCHORS), _intervals(of)]
     )
 
 
 def _of_source(of: Sequence[Row]) -> str:
-    """Return the table of one source, and what follows from it."""
+    """Return the table of one source, and its errors."""
     anchor = next(row for row in of if row.name == ANCHORS[row.source])
     level = anchor.seconds / anchor.prediction.seconds
     anchored = {row.name: (1 + row.error) * level - 1 for row in of}
@@ -188,7 +188,7 @@ def _errors(errors: Sequence[float]) -> str:
 
 
 def _order(of: Sequence[Row]) -> str:
-    """Say how many pairs of comparable runs have the order of their MFU right, and what the first choice costs."""
+    """Count the pairs of comparable runs whose MFU is predicted in the right order; say what the first choice costs."""
     predicted = {row.name: row.mfu / (1 + row.error) for row in of}
     groups = [*grouped((row.group, row) for row in of).values()]
     pairs = [pair for rows in groups for pair in combinations(rows, 2)]
@@ -199,30 +199,32 @@ def _order(of: Sequence[Row]) -> str:
 
 
 def _intervals(of: Sequence[Row]) -> str:
-    """Say how many runs are within their intervals, where each run of a source is the anchor of each other one."""
+    """Count the runs within their intervals, with each run of a source as the anchor of each other one."""
     width = anchors.QUANTILE * sqrt(2)
     logs = {source: [log1p(row.error) for row in of if row.source == source] for source in ANCHORS}
     unfitted = [row for row in of if ANCHORS[row.source] not in FITTED]
     lines = [_held("without an anchor", [(abs(log1p(row.error)), log(1.25)) for row in unfitted])]
-    every, by_others = list[tuple[float, float]](), list[tuple[float, float]]()
+    by_all, by_others = list[tuple[float, float]](), list[tuple[float, float]]()
     for source, errors in logs.items():
         others = [stdev(of_other) for other, of_other in logs.items() if other != source]
         pairs = [abs(a - b) for a, b in combinations(errors, 2)]
-        every += [(pair, width * anchors.SPREAD) for pair in pairs]
+        by_all += [(pair, width * anchors.SPREAD) for pair in pairs]
         by_others += [(pair, width * mean(others)) for pair in pairs]
-    lines.append(_held("after one anchor, any run of a source as that of any other", every))
+    lines.append(_held("after one anchor, any run of a source as that of any other", by_all))
     lines.append(_held("the same, as wide as the errors of the other source say", by_others))
     ratios = []
     for a, b in (pair for rows in grouped((row.group, row) for row in of).values() for pair in combinations(rows, 2)):
-        first, second = (Predicted(one.prediction.seconds, parts={**one.prediction.parts},
-                                   errors={**one.prediction.errors}) for one in (a, b))  # fmt: skip
+        first, second = (
+            Predicted(step.seconds, parts={**step.parts}, errors={**step.errors})
+            for step in (a.prediction, b.prediction)
+        )
         margin = anchors.QUANTILE * predictions.error(first, second)
         ratios.append((abs(log1p(a.error) - log1p(b.error)), margin))
     return "\n".join(["Intervals of 95 %:", "", *lines, _held("ratios of two runs of one model", ratios)])
 
 
 def _held(what: str, pairs: Sequence[tuple[float, float]]) -> str:
-    """Say how many differences are within their margins, both of logarithms."""
+    """Count the differences within their margins, both of logarithms."""
     held, width = sum(off <= margin for off, margin in pairs), mean(margin for _, margin in pairs)
     return f"- {what}: {held} of {len(pairs)} within, ±{expm1(width):.1%} in the mean"
 
@@ -237,14 +239,14 @@ def written() -> dict[str, float]:
 
 def main() -> int:
     """Write the ledger."""
-    given = options(__doc__, record=((), "record the logs of these runs anew, or all"))
+    args = options(__doc__, record=((), "record the logs of these runs anew, or all"))
     of = [*rows()]
     for row in of:
-        if row.name in given.record or "all" in given.record:
+        if row.name in args.record or "all" in args.record:
             row.record()
-    told = ledger(of)
-    PAGE.write_text(inserted(PAGE.read_text(), "ledger", told))
-    print(told)
+    text = ledger(of)
+    show(PAGE, "ledger", text)
+    print(text)
     keep("time", _errors([row.error for row in of if row.source == "gpu-check"]))
     return 0
 

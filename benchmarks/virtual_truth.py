@@ -1,4 +1,4 @@
-"""Memory of real GPUs, against what virtual ones say: torchtitan's published runs, and those of ``make gpu-check``.
+"""Memory of real and of virtual GPUs: torchtitan's published runs, and those of ``make gpu-check``.
 
     make virtual-truth ARGS=measured
     make virtual-truth ARGS="published --only 0 7"
@@ -38,7 +38,7 @@ from benchmarks.script import keep, options, trained
 
 PUBLISHED, MEASURED = tables.FOLDER / "virtual/published.csv", tables.FOLDER / "gpu"
 
-#: How far a row may be off, and all of them in the mean.
+#: The largest error of a row, and of the mean.
 TOLERANCE, IN_THE_MEAN = 0.03, 0.015
 
 #: GPUs of a node, and steps after which nothing more is reserved.
@@ -88,11 +88,11 @@ def reserved(row: Row) -> float:
 def of_gpu_check() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield device, torch and figures of each run of ``make gpu-check`` whose memory a virtual GPU can show."""
     files = (json.loads(path.read_text()) for path in sorted(MEASURED.glob("*.json")))
-    for found in (file for file in files if file["device"] in DEVICES):
-        for part in found["parts"].values():
+    for results in (file for file in files if file["device"] in DEVICES):
+        for part in results["parts"].values():
             for check in part["checks"]:
                 if check["name"] != "goal" and check["figures"].get("peak_reserved_bytes"):
-                    yield found["device"], part["environment"]["torch"], check["figures"]
+                    yield results["device"], part["environment"]["torch"], check["figures"]
 
 
 def measured() -> int:
@@ -118,15 +118,15 @@ def measured() -> int:
     _show("measured", tables.drawn(columns, rows), remark, is_kept=versions == {torch.__version__})
     of_reserved = off[1::2]
     keep("virtual measured", f"at most {max(map(abs, of_reserved)):.1%} off")
-    return int(any(abs(one) > TOLERANCE for one in of_reserved))
+    return int(max(map(abs, of_reserved)) > TOLERANCE)
 
 
 def published(only: Sequence[int]) -> int:
     """Print the table of what is published; 1 if a row, or the mean of all, is off by too much."""
     with PUBLISHED.open() as file:
-        every = [convert(values, Row, strict=False) for values in csv.DictReader(file)]
+        runs = [convert(values, Row, strict=False) for values in csv.DictReader(file)]
     rows, off = list[list[str]](), list[float]()
-    for row in [every[number] for number in only] or every:
+    for row in [runs[number] for number in only] or runs:
         if row.left_out:
             rows.append([row.source, f"{row.gib}", "", f"*{row.left_out}*"])
         else:
@@ -140,26 +140,25 @@ def published(only: Sequence[int]) -> int:
     remark += "\n".join(f"- *{word}*: {reason}." for word, reason in REASONS.items())
     table = tables.drawn(["run", "published GiB", "virtual GiB", "off by"], rows)
     _show("truth", table, remark, is_kept=not only)
-    return int(any(abs(error) > TOLERANCE for error in off) or (not only and mean > IN_THE_MEAN))
+    return int(max(map(abs, off)) > TOLERANCE or (not only and mean > IN_THE_MEAN))
 
 
 def _show(name: str, table: str, remark: str, is_kept: bool) -> None:
     text = f"{table}\n\n{remark}"
     print(f"\n{text}")
     if is_kept:
-        page = tables.ROOT / "docs/virtual.md"
-        page.write_text(tables.inserted(page.read_text(), name, text))
+        tables.show(tables.ROOT / "docs/virtual.md", name, text)
 
 
-def carry_out(row: str, cells: Cells) -> Iterator[tuple[str, str]]:
-    """Carry out the run of each cell of a row, and say what came of it."""
+def execute(row: str, cells: Cells) -> Iterator[tuple[str, str]]:
+    """Run each cell of a row, and yield its verdict."""
     for column in cells:
         with TemporaryDirectory() as folder:
             yield column, verdict(trained(Path(folder, "run"), *VIRTUAL.words(row, column), fails=True))
 
 
 def verdict(record: dict) -> str:  # type: ignore[type-arg] # JSON
-    """Say what came of a run."""
+    """Return the verdict on a run."""
     if record["status"] != "ok":
         return f"wrong: {record['status']}: {record['error']['message'].partition(chr(10))[0]}"
     if reason := record["virtual"]["reason"] or record["memory"]["reason"]:
@@ -171,9 +170,9 @@ def main() -> int:
     """Print one of the tables; 1 if a row or the mean is off, or a cell wrong."""
     subject = sys.argv.pop(1)
     if subject == "layouts":
-        return VIRTUAL.fill(__doc__, carry_out)
-    given = options(__doc__, only=((), "some rows of the file, by number from 0"))
-    return measured() if subject == "measured" else published([*map(int, given.only)])
+        return VIRTUAL.fill(__doc__, execute)
+    args = options(__doc__, only=((), "some rows of the file, by number from 0"))
+    return measured() if subject == "measured" else published([*map(int, args.only)])
 
 
 if __name__ == "__main__":

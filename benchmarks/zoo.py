@@ -1,6 +1,6 @@
 """Do public architectures train alike under every layout, or are they refused: the table of docs/zoo.md.
 
-    make zoo                                                # each under fsdp, and under ddp, pdp or tp by turn
+    make zoo                                                # each under fsdp, and under ddp, pdp or tp in turn
     make zoo ARGS="--all --resume"                          # all that was interrupted or wrong
     make zoo ARGS="--rows BERT CLIP --columns pdp"
 
@@ -22,10 +22,10 @@ from typing import Any
 import hydra
 import torch
 
-from benchmarks.cells import SINGLE, Matrix, refused
+from benchmarks.cells import RESUME, SINGLE, Matrix, refused
 from benchmarks.parity_matrix import EXACT, Numbers, steps
 from benchmarks.rank import job_of, on_ranks
-from benchmarks.script import options, read
+from benchmarks.script import read
 from ptdbench.job import Job
 from ptdbench.launch import local
 from ptdbench.parallel import proof
@@ -44,9 +44,9 @@ class Zoo(Matrix):
     def words(self, row: str, column: str) -> list[str]:
         """Return the options of a cell; the column ``single`` is for one rank."""
         ranks, layout = (self.rows[row][0], self.columns[column]) if column in self.columns else SINGLE
-        target, *given = self.rows[row][1].split()
-        options = [word for word in given if word.startswith(("data.", "optimizer.", "parallel.", "train."))]
-        arguments = dict(word.split("=", 1) for word in given if word not in options)
+        target, *words = self.rows[row][1].split()
+        options = [word for word in words if word.startswith(("data.", "optimizer.", "parallel.", "train."))]
+        arguments = dict(word.split("=", 1) for word in words if word not in options)
         prefix, data = "+model.", ["data=synthetic_images", "data.image_size=32", "data.classes=10"]
         if target.startswith("transformers."):
             kind = hydra.utils.get_object(target).config_class
@@ -75,18 +75,16 @@ ZOO = Zoo.load("zoo")
 
 def main() -> int:
     """Fill the matrix; 1 if a cell is wrong."""
-    import timm  # noqa: F401 - not to refuse what is not installed
+    import timm  # noqa: F401 - or rows would be refused for want of it
 
-    given = options(
-        __doc__, "make zoo", rows=((*ZOO.rows,), "some of them", ZOO.rows), columns=((), "some of them", ZOO.columns),
-        all=(False, "all columns of each row"), resume=(False, "keep the cells that have been run, and were not wrong"),
-    )  # fmt: skip
-    before = ZOO.stored() if given.resume else {}
-    chosen = [(row, column) for row in given.rows for column in given.columns or ZOO.chosen(row, every=given.all)]
+    some = ((), "some of them", ZOO.columns)
+    args = ZOO.options(__doc__, columns=some, all=(False, "all columns of each row"), resume=RESUME)
+    before = ZOO.stored() if args.resume else {}
+    chosen = [(row, column) for row in args.rows for column in args.columns or ZOO.chosen(row, every=args.all)]
     left = [cell for cell in chosen if before.get(cell[0], {}).get(cell[1], "wrong").startswith("wrong")]
     local.warm_up(["transformers", "timm", "torchvision"])
-    for first in range(0, len(given.rows), 10):  # gloo keeps the threads of all groups that a process had
-        fill([cell for cell in left if cell[0] in given.rows[first : first + 10]])
+    for first in range(0, len(args.rows), 10):  # gloo keeps the threads of all groups that a process had
+        fill([cell for cell in left if cell[0] in args.rows[first : first + 10]])
     return int(any(ZOO.stored()[row][column].startswith("wrong") for row, column in chosen))
 
 
@@ -102,20 +100,20 @@ def fill(cells: Sequence[tuple[str, str]]) -> None:
             try:
                 return on_ranks(two, _fill, left, references, path)
             except local.RankDied:
-                row, column, said = json.loads(path.read_text())
-                ZOO.tell(row, column, said)
+                row, column, verdict = json.loads(path.read_text())
+                ZOO.report(row, column, verdict)
                 left = dict([*left.items()][[*left].index((row, column)) + 1 :])
 
 
 def _numbers(job: Job, alone: Mapping[str, Config]) -> dict[str, Numbers | str]:
-    """In the only rank: return the numbers of each row, or what is said of it."""
+    """In the only rank: return the numbers of each row, or the verdict on it."""
     torch.set_num_threads(1)
     return {row: _tried(config, job) for row, config in alone.items()}
 
 
 @proof.in_one_process()
 def _fill(job: Job, left: Mapping[tuple[str, str], Config], references: Mapping[str, Any], path: Path) -> None:
-    """In a rank: tell of each cell; the file names the present one, of which ranks may die."""
+    """In a rank: report each cell; the file names the one in progress, which may kill the ranks."""
     torch.set_num_threads(1)
     for (row, column), config in left.items():
         if job.world.is_first:
@@ -124,15 +122,15 @@ def _fill(job: Job, left: Mapping[tuple[str, str], Config], references: Mapping[
         if isinstance(numbers, str) and numbers.startswith("wrong"):
             path.write_text(json.dumps([row, column, numbers]))
             raise SystemExit(1)  # the other rank may wait for this one
-        said = next((text for text in (numbers, reference) if isinstance(text, str)), "")
-        pairs = [] if said else zip(map(float, numbers), reference, strict=True)
-        off = max((abs(number / one - 1) for number, one in pairs), default=0.0)
+        verdict = next((text for text in (numbers, reference) if isinstance(text, str)), "")
+        pairs = [] if verdict else zip(map(float, numbers), reference, strict=True)
+        off = max((abs(number / expected - 1) for number, expected in pairs), default=0.0)
         if job.world.is_first:
-            ZOO.tell(row, column, said or f"{'ok' if off <= EXACT else 'wrong: off by'} {off:.0e}")
+            ZOO.report(row, column, verdict or f"{'ok' if off <= EXACT else 'wrong: off by'} {off:.0e}")
 
 
 def _tried(config: Config, job: Job) -> Numbers | str:
-    """Return the numbers of a run in this rank, or what is said of its cell."""
+    """Return the numbers of a run in this rank, or the verdict on its cell."""
     try:
         return steps(job_of(config, job))
     except ConfigError as error:

@@ -35,14 +35,14 @@ def ptdbench(monkeypatch, capsys):
 
 
 class TestStatus:
-    def test_of_a_sweep_that_goes_on(self, sweep, ptdbench):
+    def test_status_of_a_running_sweep(self, sweep, ptdbench):
         for number in (0, 1):
             sweep.begin(number)
         sweep.end(0)
         status, out, err = ptdbench("status", sweep.path)
         assert (status, "unfinished" in out[3], err) == (0, True, [])
 
-    def test_of_a_sweep_that_has_ended_is_its_final_table(self, sweep, ptdbench):
+    def test_status_of_an_ended_sweep_is_its_table(self, sweep, ptdbench):
         for number, outcome in enumerate(({}, failure())):
             sweep.begin(number)
             sweep.end(number, model="toy", parallel="ddp", **outcome)
@@ -84,7 +84,7 @@ class TestStatus:
         for name in ("status", "report", "explain"):
             assert ptdbench(name, tmp_path) == (1, [], [expected])
 
-    def test_it_answers_at_once(self, sweep, environ):
+    def test_status_imports_no_torch(self, sweep, environ):
         """It imports no torch: that would cost seconds each time somebody looks."""
         sweep.begin(0)
         (sweep.path.parent / "torch.py").write_text("raise ImportError('it would cost seconds')")

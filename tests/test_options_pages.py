@@ -81,11 +81,9 @@ def test_choice_has_header_options_and_comments(options, tmp_path: Path):
         "Both lines\nare one paragraph.",
     ]
     assert [(o.name, o.value, o.comment) for o in choice.options] == [
-        ("cluster.nodes", "1", "a | b, such as `x*`"),
-        ("cluster.size", "2.50", "first and second"),
-        ("cluster.none", "null", ""),
-        ("cluster.modules", "[a/1, b]", "some"),
-    ]
+        ("cluster.nodes", "1", "a | b, such as `x*`"), ("cluster.size", "2.50", "first and second"),
+        ("cluster.none", "null", ""), ("cluster.modules", "[a/1, b]", "some"),
+    ]  # fmt: skip
 
 
 def test_docstrings_and_field_comments_describe_options(options):

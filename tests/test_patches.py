@@ -10,7 +10,7 @@ PACKAGE = ROOT / "ptdbench"
 PAGE = (ROOT / "docs" / "patches.md").read_text()
 
 #: Attributes of a module or class whose assignment changes what it does.
-REPLACED = ("__class__", "__init__", "forward")
+REPLACED = ("__class__", "__init__", "forward", "run")
 
 
 def is_private(name: str) -> bool:
@@ -34,16 +34,22 @@ def of_torch(tree: ast.AST) -> set[str]:
             names |= {(one.asname or one.name).partition(".")[0] for one in node.names if one.name.startswith("torch")}
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch"):
             names |= {one.asname or one.name for one in node.names}
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Attribute):
+            parts = chain(node.value)  # ``steps: Any = self._torch.autograd.profiler.KinetoStepTracker``
+            names |= {*chain(node.target)[:1]} if {"torch", "_torch"} & {*parts[:2]} else set()
     return names
 
 
 def replacements(tree: ast.AST) -> Iterator[str]:
-    """The attributes that a file replaces, by their last name."""
+    """The attributes that a file replaces, by their last name, and the libraries whose operators it overrides."""
     torchs = of_torch(tree)
     targets = [target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets]
     for names in filter(None, map(chain, targets)):
         if len(names) > 1 and (names[0] in torchs or (names[-1] in REPLACED and names[0] != "self")):
             yield names[-1]
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if chain(call.func)[-1:] == ["Library"] and ast.literal_eval(call.args[1]) == "IMPL":
+            yield ast.literal_eval(call.args[0])  # the library whose operators are overridden
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:

@@ -33,7 +33,7 @@ from .rounds import FAULTS, Round, Setting
 
 def main() -> int:
     """Print the table; 1 if anything was lost."""
-    given = options(
+    args = options(
         __doc__,
         rounds=(200, "on this machine"),
         slurm=(50, "on a SLURM of two nodes here"),
@@ -43,24 +43,24 @@ def main() -> int:
         jobs=(2, "rounds at a time on this machine"),
         tree=(ROOT, "attack that checkout"),
     )
-    every = [*map(str, range(1, given.rounds + 1)), *(f"s{number}" for number in range(1, given.slurm + 1))]
-    names, tree = [*dict.fromkeys(given.only)] or every, given.tree.resolve()
-    print(f"seed {given.seed}, attacking {tree}", flush=True)
+    every = [*map(str, range(1, args.rounds + 1)), *(f"s{number}" for number in range(1, args.slurm + 1))]
+    names, tree = [*dict.fromkeys(args.only)] or every, args.tree.resolve()
+    print(f"seed {args.seed}, attacking {tree}", flush=True)
     base, ended = Path(mkdtemp(prefix="ptdbench-attack-")), list[Round]()
-    setting = Setting(tree, base, environ(tree), base.name, given.seed)
-    until = time.monotonic() + 60 * given.minutes
+    setting = Setting(tree, base, environ(tree), base.name, args.seed)
+    until = time.monotonic() + 60 * args.minutes
     try:
         with _nothing_left(setting):
             # One by one, so that those that have ended are shown in any case; SLURM's nodes are for one at a time.
             if here := [name for name in names if not name.startswith("s")]:
-                ended.extend(_attacked(_prepared(setting, here, Round), until, given.jobs))
+                ended.extend(_attacked(_prepared(setting, here, Round), until, args.jobs))
             if there := [name for name in names if name not in here]:
                 with on_slurm.cluster() as variables:
                     setting = replace(setting, environ={**setting.environ, **variables})
                     ended.extend(_attacked(_prepared(setting, there, on_slurm.SlurmRound), until, 1))
     finally:
         if ended:
-            _show(ended, len(names), given)
+            _show(ended, len(names), args)
         if not any(one.faults for one in ended):
             shutil.rmtree(base, ignore_errors=True)
     return int(any(one.faults for one in ended))
@@ -132,7 +132,7 @@ def _nothing_left(setting: Setting) -> Iterator[None]:
         victims.sweep_away(setting.session)
 
 
-def _show(ended: Sequence[Round], chosen: int, given: argparse.Namespace) -> None:
+def _show(ended: Sequence[Round], chosen: int, args: argparse.Namespace) -> None:
     """Print rounds, kills, those at a birth, and the rounds with each kind of fault, by scenario and in all."""
     rows = []
     for name in (*dict.fromkeys(one.scenario.name for one in ended), "all"):
@@ -145,9 +145,9 @@ def _show(ended: Sequence[Round], chosen: int, given: argparse.Namespace) -> Non
     for one in failed:
         print(f"{one.name}: {', '.join(dict.fromkeys(kind for kind, _ in one.faults))}: {one.folder}")
     if left_out := chosen - len(ended):
-        print(f"{left_out} of {chosen} rounds were left out: interrupted, or --minutes {given.minutes:g} over")
-    judged(f"seed {given.seed}: {len(failed)} of {len(ended)} rounds with a fault", "0", not failed)
-    keep("attack", f"{len(failed)} faults in {len(ended)} rounds (seed {given.seed})")
+        print(f"{left_out} of {chosen} rounds were left out: interrupted, or --minutes {args.minutes:g} over")
+    judged(f"seed {args.seed}: {len(failed)} of {len(ended)} rounds with a fault", "0", not failed)
+    keep("attack", f"{len(failed)} faults in {len(ended)} rounds (seed {args.seed})")
 
 
 if __name__ == "__main__":

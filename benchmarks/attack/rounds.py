@@ -16,15 +16,9 @@ from .victims import Process, Victim
 
 #: What may be wrong after a round, and the heading of its column.
 FAULTS = {
-    "left": "processes left",
-    "record": "no valid record",
-    "torn": "files torn",
-    "lost": "finished lost",
-    "incomplete": "not resumed",
-    "unequal": "losses differ",
-    "unknown": "jobs unknown",
-    "open": "no final state",
-}
+    "left": "processes left", "record": "no valid record", "torn": "files torn", "lost": "finished lost",
+    "incomplete": "not resumed", "unequal": "losses differ", "unknown": "jobs unknown", "open": "no final state",
+}  # fmt: skip
 
 #: Seconds after which no process may be left.
 LEFT = 15.0

@@ -1,4 +1,4 @@
-"""The parts of the acceptance run, of which ``parts.yaml`` says what each covers."""
+"""The parts of the acceptance run; ``parts.yaml`` says what each covers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ptdbench.peaks import dense_peak
 from ptdbench.records.run_record import typed
 from ptdbench.report.remarks import reason
 
-from .session import CHECKED_STEPS, Session, largest_difference, plausible, speed, speed_text
+from .session import CHECKED_STEPS, Session, largest_difference, plausible, speed, speed_text, without_repeats
 
 LAYOUTS = ("single", "ddp", "fsdp", "pdp")
 
@@ -25,20 +25,20 @@ LAYOUTS = ("single", "ddp", "fsdp", "pdp")
 #: a wrong gradient is off by far more, as long as the losses move at all.
 FP32, NARROW = 1e-4, 2e-2
 
-#: The shares of the data sheet's peak between which the fastest product of a healthy GPU lies: of tensor cores, and of
-#: other units, which draw less power and so keep their clock.
+#: Range of a healthy GPU's fastest product, as shares of the data sheet's peak: of tensor cores, and of other units,
+#: which draw less power and keep their clock.
 CEILING, CEILING_FP32 = (0.6, 0.9), (0.6, 1.0)
 
 #: The MFU to reach in bf16 on one GPU.
 GOALS = {"gpt_small": 0.5, "gpt_xl": 0.6}
 
-#: What several runs in one process may differ by from fresh processes: throughput and peak memory.
+#: How far throughput and peak memory of several runs in one process may differ from those of fresh processes.
 SPEED_TOLERANCE, MEMORY_TOLERANCE = 0.03, 0.02
 
-#: The shares of a step's time and of its memory that may be ``other``.
+#: The shares of a step's time and memory that may be ``other``.
 UNEXPLAINED = 0.05, 0.1
 
-#: The peak of one step, as a share of that of the run, from which its allocations have been seen.
+#: The profiler has missed allocations of a step whose peak is a smaller share of the run's.
 SEEN = 0.8
 
 #: A run that does not fit must say so within this time, the start of its processes included.
@@ -71,7 +71,7 @@ def images(session: Session, precision: str, tolerance: float) -> None:
 
 
 def _losses(session: Session, cells: Sequence[tuple[str, str, str]], tolerance: float, *common: str) -> None:
-    """Hold the losses of layouts, precisions and ``compile`` against those of one rank in fp32."""
+    """Compare the losses of layouts, precisions and ``compile`` with those of one rank in fp32."""
     alone = ("single", "fp32", "false")
     reference = session.reference("single fp32", "parallel=single", *common)
     for layout, precision, mode in (cell for cell in cells if cell != alone):
@@ -93,11 +93,11 @@ def ceilings(session: Session) -> None:
         least, most = CEILING_FP32 if dtype == "fp32" else CEILING
         passed = share is None or least <= share <= most
         of_peak = f"{share:.1%} of the peak, {least:.0%} to {most:.0%} expected" if share else why
-        said = f"{rate / 1e12:,.1f} TFLOP/s: {of_peak}"
-        session.tell(f"matmul {dtype}", passed, said, by="times", rate=rate, share=share)
+        text = f"{rate / 1e12:,.1f} TFLOP/s: {of_peak}"
+        session.report(f"matmul {dtype}", passed, text, by="times", rate=rate, share=share)
     checked = session.run("check", "workload=check")
     verdict = checked.get("check", {}).get("verdict") if checked["status"] == "ok" else reason(typed(checked))
-    session.tell("check", checked["status"] == "ok", str(verdict), verdict=verdict)
+    session.report("check", checked["status"] == "ok", str(verdict), verdict=verdict)
 
 
 def small(session: Session) -> None:
@@ -114,60 +114,61 @@ def large(session: Session, mode: str, precision: str = "bf16") -> None:
 
 
 def _fastest(session: Session, model: str, tries: Sequence[tuple[int, Sequence[str]]]) -> None:
-    """Hold the best MFU of several runs against the goal; without a known peak it is enough that one runs."""
+    """Compare the best MFU of several runs with the goal; without a known peak it is enough that one runs."""
     records = []
     for batch, words in tries:
-        typed = {word.partition("=")[0]: word for word in ("precision=bf16", *words)}.values()
+        typed = without_repeats("precision=bf16", *words)
         size = (f"train.global_batch={batch}", f"train.steps={session.sizes.steps}")
         name = f"{model} {batch} {' '.join(typed)}"
         records.append(session.measured(name, f"model={model}", "parallel=single", *size, *typed))
     ran = [record for record in records if record["status"] == "ok"]
-    known = [record for record in ran if record["metrics"]["mfu"] is not None]
+    with_mfu = [record for record in ran if record["metrics"]["mfu"] is not None]
     if not ran:
-        session.tell("goal", False, "no size ran")
-    elif known and model in GOALS:
-        best = max(known, key=lambda record: record["metrics"]["mfu"])
+        session.report("goal", False, "no size ran")
+    elif with_mfu and model in GOALS:
+        best = max(with_mfu, key=lambda record: record["metrics"]["mfu"])
         share, goal = best["metrics"]["mfu"], GOALS[model]
         verdict = "reached" if share >= goal else f"missed by {goal - share:.1%}"
-        # Not a failure: the figure is what somebody has to believe, and a slower GPU is not a wrong one.
-        said = f"best {speed_text(best)}; {goal:.0%} is the goal: {verdict}"
-        session.tell("goal", plausible(best), said, **speed(best))
+        # Not a failure: a slower GPU is not a wrong one.
+        text = f"best {speed_text(best)}; {goal:.0%} is the goal: {verdict}"
+        session.report("goal", plausible(best), text, **speed(best))
 
 
-def beside(session: Session, rival: str, is_large: bool = False) -> None:
-    """Take the same step of another implementation by turns in one process."""
+def beside(session: Session, is_large: bool = False) -> None:
+    """Compare the step with the same one of ``transformers``, alternating in one process."""
     model = session.sizes.large if is_large else session.sizes.model
     size = ("--batch=8", "--steps=20") if is_large else ("--batch=16", "--steps=50")
     tiny = ("--batch=2", "--sequence=32", "--steps=6", "--warmup=1")
-    command = [sys.executable, str(ROOT / "benchmarks/model_speed.py"), f"--model={model}", f"--against={rival}"]
+    command = [sys.executable, str(ROOT / "benchmarks/model_speed.py"), f"--model={model}"]
     command += [f"--device={session.device}", "--json", *(size if session.kind == "cuda" else tiny)]
     for mode in ("false", "layers", "whole"):
+        name = f"{model} {mode} against transformers"
         done = subprocess.run([*command, "--modes", mode], cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
-            session.tell(f"{model} {mode} against {rival}", False, done.stderr.strip().rpartition("\n")[2])
+            session.report(name, False, done.stderr.strip().rpartition("\n")[2])
             continue
         figures = json.loads(done.stdout.strip().rpartition("\n")[2])[mode]
-        said = f"our step takes {figures['ratio']:.3f} of theirs ({figures['ours']:.4f} s), required below 1"
-        session.tell(f"{model} {mode} against {rival}", figures["ratio"] < 1, said, by="times", **figures)
+        text = f"our step takes {figures['ratio']:.3f} of theirs ({figures['ours']:.4f} s), required below 1"
+        session.report(name, figures["ratio"] < 1, text, by="times", **figures)
 
 
 def processes(session: Session) -> None:
-    """Compare runs in one process with runs in fresh ones."""
+    """Compare runs in one process with runs in fresh processes."""
     common = (*_small(session), "parallel=single", f"train.steps={session.sizes.steps}", "compile=layers")
     together = session.launched("together", "seed=1,2,3,4,5", *common)
     apart = [session.launched(f"apart-{seed}", f"seed={seed}", *common)[0] for seed in range(1, 6)]
     unwell = [record for record in (*together, *apart) if record["status"] != "ok"]
     if unwell or len(together) != len(apart):
-        said = reason(typed(unwell[0])) if unwell else f"{len(together)} of {len(apart)} in one process"
-        session.tell("runs", False, said)
+        text = reason(typed(unwell[0])) if unwell else f"{len(together)} of {len(apart)} in one process"
+        session.report("runs", False, text)
         return
     ours, fresh = ([record["metrics"] for record in records] for records in (together, apart))
     ratio = median(a["samples_per_second"] / b["samples_per_second"] for a, b in zip(ours, fresh, strict=True))
     memory = max(a["peak_memory_bytes"] / b["peak_memory_bytes"] for a, b in zip(ours, fresh, strict=True))
-    said = f"{ratio:.3f} of fresh processes (median of {len(ours)}), within {SPEED_TOLERANCE:.0%}"
-    session.tell("throughput", abs(ratio - 1) <= SPEED_TOLERANCE, said, by="times", ratio=ratio)
-    said = f"{memory:.3f} of fresh processes (largest), within {MEMORY_TOLERANCE:.0%}"
-    session.tell("peak memory", abs(memory - 1) <= MEMORY_TOLERANCE, said, by="memory", ratio=memory)
+    text = f"{ratio:.3f} of fresh processes (median of {len(ours)}), within {SPEED_TOLERANCE:.0%}"
+    session.report("throughput", abs(ratio - 1) <= SPEED_TOLERANCE, text, by="times", ratio=ratio)
+    text = f"{memory:.3f} of fresh processes (largest), within {MEMORY_TOLERANCE:.0%}"
+    session.report("peak memory", abs(memory - 1) <= MEMORY_TOLERANCE, text, by="memory", ratio=memory)
 
 
 def endings(session: Session) -> None:
@@ -177,22 +178,24 @@ def endings(session: Session) -> None:
     first = session.run("first-half", *common, "train.steps=5", "checkpoint.every_steps=5")
     resumed = session.run("second-half", *common, "train.steps=10", f"resume={first['directory']}")
     if ended := [record for record in (whole, first, resumed) if record["status"] != "ok"]:
-        session.tell("resume", False, reason(typed(ended[0])))
+        session.report("resume", False, reason(typed(ended[0])))
     else:
         off = largest_difference(resumed["losses"][-5:], whole["losses"][-5:])
-        session.tell("resume", off <= FP32, f"steps 5 to 9 off by {off:.1e}, at most {FP32:.0e}", by="numbers", off=off)
+        session.report(
+            "resume", off <= FP32, f"steps 5 to 9 off by {off:.1e}, at most {FP32:.0e}", by="numbers", off=off
+        )
     if session.device == "cuda":
         started = time.monotonic()
         # More than any GPU has, and no tensor of 2**31 elements, at which a kernel might fail first.
         words = ("parallel=single", "precision=bf16", "train.global_batch=192", "train.steps=3")
         status = session.run("out-of-memory", "model=gpt_xl", *words)["status"]
         seconds = time.monotonic() - started
-        said = f"{status} after {seconds:.0f} s, at most {OOM_SECONDS}"
-        session.tell("out of memory", status == "oom" and seconds < OOM_SECONDS, said, seconds=seconds)
+        text = f"{status} after {seconds:.0f} s, at most {OOM_SECONDS}"
+        session.report("out of memory", status == "oom" and seconds < OOM_SECONDS, text, seconds=seconds)
 
 
 def explained(session: Session) -> None:
-    """Look for what no phase and no kind of memory explains."""
+    """Limit the time in no phase and the memory of no kind."""
     for layout in LAYOUTS:
         steps = f"train.steps={session.sizes.steps}"
         record = session.well(layout, f"parallel={layout}", "profile.trace=true", steps, *_small(session))
@@ -201,18 +204,18 @@ def explained(session: Session) -> None:
         phases, memory = record["phases"] or {}, record.get("memory") or {}
         if not phases.get("steps") or not memory.get("ranks"):
             reasons = [str(part["reason"]) for part in (phases, memory) if part.get("reason")]
-            session.tell(layout, False, "; ".join(reasons) or "the record has no phases or no memory")
+            session.report(layout, False, "; ".join(reasons) or "the record has no phases or no memory")
             continue
         share = max(phases["ranks"]["other"]) / phases["step_seconds"]
-        session.tell(f"{layout} time", share <= UNEXPLAINED[0], f"{share:.1%} of a step is other", share=share)
+        session.report(f"{layout} time", share <= UNEXPLAINED[0], f"{share:.1%} of a step is other", share=share)
         amounts = {kind: max(of_ranks) for kind, of_ranks in memory["ranks"].items()}
         total = sum(amounts.values())
         share, of_run = amounts["other"] / total, total / record["metrics"]["peak_memory_bytes"]
-        said = f"{share:.1%} of {total / 2**20:,.0f} MiB is other; the peak of this step is {of_run:.2f} of the run's"
-        # A CPU's peak is that of its process. On a GPU what is too little has not been seen by the profiler.
+        text = f"{share:.1%} of {total / 2**20:,.0f} MiB is other; the peak of this step is {of_run:.2f} of the run's"
+        # A CPU's peak is its process's. On a GPU, the profiler may have missed allocations.
         is_seen = amounts["activations"] > 0 and (session.device == "cpu" or of_run >= SEEN)
         passed = share <= UNEXPLAINED[1] and is_seen
-        session.tell(f"{layout} memory", passed, said, share=share, of_run=of_run, **amounts)
+        session.report(f"{layout} memory", passed, text, share=share, of_run=of_run, **amounts)
 
 
 def two_ranks(session: Session) -> None:
@@ -225,17 +228,17 @@ def two_ranks(session: Session) -> None:
     for method in ("ulysses", "ring"):
         others[method] = ["parallel=ddp", "parallel.context=2", f"parallel.context_method={method}"]
     for name, layout in others.items():
-        carried(session, f"{name} of 2", reference, *layout, *words)
+        follows_over_gloo(session, f"{name} of 2", reference, *layout, *words)
 
 
-def carried(session: Session, name: str, reference: Sequence[float], *overrides: str) -> None:
-    """Compare a run over gloo, if gloo carries it: it has not every operation for a GPU's memory, and says so."""
+def follows_over_gloo(session: Session, name: str, reference: Sequence[float], *overrides: str) -> None:
+    """Compare a run over gloo; accept a refusal, as gloo lacks some operations on a GPU's memory."""
     record = session.run(name, *overrides)
     if record["status"] == "ok":
         session.compare(name, record, reference, FP32)
     else:  # any other error is a fault
         refused = "gloo" in str(record["error"]["message"]).lower()
-        session.tell(name, refused, f"{'not carried by gloo: ' * refused}{reason(typed(record))}")
+        session.report(name, refused, f"{'not carried by gloo: ' * refused}{reason(typed(record))}")
 
 
 def silent(session: Session) -> None:
@@ -245,12 +248,12 @@ def silent(session: Session) -> None:
         words[f"experts {balance}"] = ["model=moe_tiny", "precision=bf16", f"model.router.balance={balance}"]
     common = (f"device={session.device}", "parallel=single", "cluster.ranks_per_node=1", "train.clip_norm=1")
     for name, levers in words.items():
-        typed = {word.partition("=")[0]: word for word in (*_small(session), *levers)}.values()
+        typed = without_repeats(*_small(session), *levers)
         try:
             on_ranks(read(*common, *typed), _guarded_steps)
-            session.tell(name, True, "five steps without waiting for the device")
+            session.report(name, True, "five steps without waiting for the device")
         except local.RankDied:
-            session.tell(name, False, "a step failed under the guard; its traceback is above")
+            session.report(name, False, "a step failed under the guard; its traceback is above")
 
 
 def _guarded_steps(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""Runs of the product on the devices of this machine, the verdicts on them, and what is on record."""
+"""Runs of the product on this machine's devices, checks of them, and stored results."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from ptdbench.virtual import machine
 #: Steps whose losses are compared.
 CHECKED_STEPS = 5
 
-#: What no verdict goes by on a kind of device: ``numbers``, where nothing is computed, ``times``, and a device's
-#: ``memory``, where it is that of a process.
+#: What checks cannot compare on a kind of device: ``numbers`` where nothing is computed, ``times``, and a device's
+#: ``memory`` where only the process's is known.
 LACKING = {"cpu": {"times", "memory"}, "virtual": {"times", "numbers"}}
 
-#: By how much of it the loss of a reference must change: where nothing is trained, equal losses prove nothing.
+#: The relative change that a reference's loss must have: where nothing is trained, equal losses prove nothing.
 LEAST_CHANGE = 0.05
 
-#: Seconds after which a run is not waited for, and that the driver may take to let go of a process that has ended.
+#: Timeout of a run, and the time that the driver may take to release a process that has ended, in seconds.
 PATIENCE, RELEASE_SECONDS = 1200.0, 5.0
 
-#: The variable by which the processes that a session starts are known: others may use the device beside it.
+#: The variable that marks the processes of a session: others may use the device at the same time.
 MARK = "PTDBENCH_GPU_CHECK"
 
 Record = dict[str, Any]
@@ -47,7 +47,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What suits a kind of device."""
+    """Models and batches for a kind of device."""
 
     model: str  #: The language model whose numbers are compared.
     batch: int  #: Its samples of a step.
@@ -61,7 +61,7 @@ _TINY_IMAGES = ("model=resnet18", "model.image_size=32", "train.global_batch=8")
 SIZES = {
     "cuda": Sizes("gpt_small", 16, ("model=resnet50", "train.global_batch=128"), "gpt_xl", (8, 16, 32), 40),
     "cpu": Sizes("gpt_tiny", 4, _TINY_IMAGES, "gpt_tiny", (2, 4), 8),
-    "virtual": Sizes("gpt_small", 4, _TINY_IMAGES, "gpt_tiny", (2, 4), 8),  # beside which cuBLAS's workspaces are small
+    "virtual": Sizes("gpt_small", 4, _TINY_IMAGES, "gpt_tiny", (2, 4), 8),  # large next to cuBLAS's workspaces
 }
 
 
@@ -75,7 +75,7 @@ class Session:
     launcher: Sequence[str] = TRAIN[:1]  #: The words before ``train.py``.
     results: Path | None = None  #: The file of results, if there is one.
     part: str = ""  #: Whose checks these are.
-    checks: list[dict[str, Any]] = field(default_factory=list)  #: What has been looked at.
+    checks: list[dict[str, Any]] = field(default_factory=list)  #: The results so far.
     started: float = field(default_factory=time.time)  #: When, in seconds since the epoch.
 
     @classmethod
@@ -87,8 +87,8 @@ class Session:
         # In another process: one that has initialized CUDA cannot fork ranks.
         ask = "import json; from ptdbench.measure.hardware import environment as ask"
         ask += f"; print(json.dumps(ask({device!r})))"
-        told = subprocess.run([sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE, text=True).stdout
-        return cls(device, json.loads(told), directory)
+        environment = subprocess.run([sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE, text=True).stdout
+        return cls(device, json.loads(environment), directory)
 
     @property
     def device_name(self) -> str:
@@ -102,99 +102,100 @@ class Session:
 
     @property
     def sizes(self) -> Sizes:
-        """What suits the device."""
+        """The models and batches for the device."""
         return SIZES[self.kind]
 
-    def tell(self, name: str, passed: bool, said: str, *, by: str = "facts", **figures: Any) -> None:
-        """Note a check and print it; whoever ends a part that takes long has its checks so far among the results.
+    def report(self, name: str, passed: bool, text: str, *, by: str = "facts", **figures: Any) -> None:
+        """Record a check, print it and store it at once, so that an interrupted part has its checks so far.
 
         Args:
-            name: What was looked at.
-            passed: Whether it is as it must be.
-            said: The figure and the rule.
-            by: What the verdict goes by: ``facts``, or what some devices do not have, see :data:`LACKING`.
-            figures: What was measured.
+            name: What was checked.
+            passed: Whether it is as required.
+            text: The figure and the rule.
+            by: What was compared: ``facts``, or what some devices lack, see :data:`LACKING`.
+            figures: The measured figures.
         """
         if by in LACKING.get(self.kind, ()):
-            passed, said = True, f"{self.kind}: not compared: {said}"
-        print(f"  {'ok  ' if passed else 'FAIL'}  {name:<30} {said}", flush=True)
-        self.checks.append({"name": name, "passed": passed, "said": said, "figures": figures})
+            passed, text = True, f"{self.kind}: not compared: {text}"
+        print(f"  {'ok  ' if passed else 'FAIL'}  {name:<30} {text}", flush=True)
+        self.checks.append({"name": name, "passed": passed, "said": text, "figures": figures})
         if self.results:
             self._keep(self.results)
 
     def _keep(self, path: Path) -> None:
-        """Replace what this part has found before in the device's file; other parts stay."""
+        """Replace this part's earlier results in the device's file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         taken, seconds = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(self.started)), time.time() - self.started
-        found = {"taken": taken, "seconds": round(seconds, 1), "environment": self.environment, "checks": self.checks}
-        with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):  # parts run beside each other
-            known: Record = json.loads(path.read_text()) if path.exists() else {"device": self.device_name, "parts": {}}
-            known["parts"][self.part] = found
-            write_json(path, known)
+        part = {"taken": taken, "seconds": round(seconds, 1), "environment": self.environment, "checks": self.checks}
+        with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):  # parts run at the same time
+            results: Record = {"device": self.device_name, "parts": {}}
+            if path.exists():
+                results = json.loads(path.read_text())
+            results["parts"][self.part] = part
+            write_json(path, results)
 
     def watched(self, part: Callable[[Session], object]) -> None:
-        """Carry out a part, of which an error is a failed check."""
+        """Run a part; an error of it is a failed check."""
         try:
             part(self)
         except Exception as error:
-            self.tell(self.part, False, f"{type(error).__name__}: {error}")
+            self.report(self.part, False, f"{type(error).__name__}: {error}")
         took = time.time() - self.started
-        self.tell("duration", took < 540, f"{took:.0f} s, must be below 540", by="times", seconds=took)
+        self.report("duration", took < 540, f"{took:.0f} s, must be below 540", by="times", seconds=took)
 
     def run(self, name: str, *overrides: str) -> Record:
-        """Carry out a run, of which nothing may be left; its record, with its losses."""
-        words = (f"device={self.device}", "cluster.ranks_per_node=1", *overrides)
-        typed = {word.partition("=")[0]: word for word in words}.values()  # of an option the last word counts
+        """Run a configuration, after which no process may be left; return its record, with its losses."""
+        typed = without_repeats(f"device={self.device}", "cluster.ranks_per_node=1", *overrides)
         directory, before = self.directory / re.sub(r"[^\w=.-]+", "-", name), holders()
         record = trained(directory, *typed, launcher=self.launcher, fails=True, timeout=PATIENCE)
         if left := wait_until_released(before):
-            self.tell(f"{name}: processes", False, f"still on the device: {'; '.join(left)}")
+            self.report(f"{name}: processes", False, f"still on the device: {'; '.join(left)}")
         if record["status"] == "ok":
             record["losses"] = load(directory).series("losses").tolist()  # type: ignore[union-attr]
         return {**record, "directory": str(directory)}
 
     def well(self, name: str, *overrides: str) -> Record | None:
-        """Carry out a run; its record, if it went well, else a check has failed."""
+        """Return the record of a run that must succeed; ``None``, and a failed check, if it does not."""
         record = self.run(name, *overrides)
         if record["status"] == "ok":
             return record
-        self.tell(name, False, reason(typed(record)))
+        self.report(name, False, reason(typed(record)))
         return None
 
     def reference(self, name: str, *overrides: str) -> list[float]:
-        """Carry out a run that others must follow; its losses, empty where they cannot be compared with."""
+        """Return the losses of a run that others must follow; none if they prove nothing."""
         if not (record := self.well(name, *overrides)):
             return []
         losses: list[float] = record["losses"][:CHECKED_STEPS]
         moves = difference(losses[-1], losses[0]) >= LEAST_CHANGE
-        said = f"loss {losses[0]:.4f} to {losses[-1]:.4f}, must change by {LEAST_CHANGE:.0%}"
-        self.tell(name, moves, said, by="numbers", losses=losses)
+        text = f"loss {losses[0]:.4f} to {losses[-1]:.4f}, must change by {LEAST_CHANGE:.0%}"
+        self.report(name, moves, text, by="numbers", losses=losses)
         return losses if moves else []
 
     def follows(self, name: str, reference: Sequence[float], tolerance: float, *overrides: str) -> None:
-        """Carry out a run, whose first losses must be those of the reference within a relative tolerance."""
+        """Check that a run's first losses equal the reference within a relative tolerance."""
         if record := self.well(name, *overrides):
             self.compare(name, record, reference, tolerance)
 
     def compare(self, name: str, record: Record, reference: Sequence[float], tolerance: float) -> None:
-        """Hold the first losses of a run that went well against those of a reference, if there is one."""
+        """Compare the first losses of a successful run with a reference, if there is one."""
         if not reference:
-            self.tell(name, False, "ran, and there is no reference", by="numbers")
+            self.report(name, False, "ran, and there is no reference", by="numbers")
             return
         off = largest_difference(record["losses"], reference)
-        self.tell(name, off <= tolerance, f"off by {off:.1e}, at most {tolerance:.0e}", by="numbers", off=off)
+        self.report(name, off <= tolerance, f"off by {off:.1e}, at most {tolerance:.0e}", by="numbers", off=off)
 
     def measured(self, name: str, *overrides: str) -> Record:
-        """Carry out a run whose speed counts; running out of memory is a result, an MFU of 1 is none."""
+        """Run for speed; running out of memory is a result, an MFU of 1 is none."""
         record = self.run(name, *overrides)
         if record["status"] == "ok":
-            self.tell(name, plausible(record), speed_text(record), **speed(record))
+            self.report(name, plausible(record), speed_text(record), **speed(record))
         else:
-            self.tell(name, record["status"] == "oom", reason(typed(record)), status=record["status"])
+            self.report(name, record["status"] == "oom", reason(typed(record)), status=record["status"])
         return record
 
     def launched(self, name: str, *overrides: str) -> list[Record]:
-        """Carry out a sweep in one process, as ``torchrun ... train.py -m`` does; the records of its runs."""
+        """Run a sweep in one process, under torchrun; return the records of its runs."""
         folder = self.directory / name
         command = [*TORCHRUN, "--nproc-per-node=1", TRAIN[1], "-m", f"device={self.device}", *overrides]
         # Set, because torchrun would print a warning that it sets it.
@@ -205,8 +206,13 @@ class Session:
         return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
+def without_repeats(*overrides: str) -> Iterable[str]:
+    """Return overrides, of several for one option only the last."""
+    return {word.partition("=")[0]: word for word in overrides}.values()
+
+
 def speed(record: Record) -> dict[str, Any]:
-    """The figures of a run that are kept."""
+    """Return the figures of a run that are stored."""
     metrics = record["metrics"]
     rates = ("tokens_per_second", "samples_per_second", "mfu", "share_of_ceiling")
     kept = {name: metrics.get(name) for name in (*rates, "peak_memory_bytes", "peak_reserved_bytes")}
@@ -215,7 +221,7 @@ def speed(record: Record) -> dict[str, Any]:
 
 
 def speed_text(record: Record) -> str:
-    """The same for people."""
+    """Return throughput, MFU and memory of a run as text."""
     metrics = record["metrics"]
     unit = "tokens" if metrics["tokens_per_second"] is not None else "samples"
     rate = metrics[f"{unit}_per_second"]
@@ -225,41 +231,41 @@ def speed_text(record: Record) -> str:
 
 
 def plausible(record: Record) -> bool:
-    """Whether the MFU of a run is one, where it has one."""
+    """Return whether the MFU of a run, if known, is between 0 and 1."""
     mfu = record["metrics"]["mfu"]
     return mfu is None or 0 < mfu < 1
 
 
 def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of a loss; infinite where one is missing or no number."""
+    """Return the largest relative difference of a loss; infinite if one is missing or not finite."""
     if len(losses) < len(reference) or not all(map(math.isfinite, (*losses, *reference))):
         return math.inf
     return max(map(difference, losses, reference))
 
 
 def difference(number: float, expected: float) -> float:
-    """The relative difference of two numbers; infinite from 0."""
+    """Return the relative difference of two numbers; infinite from 0."""
     if not expected:
         return math.inf if number else 0.0
     return abs(number / expected - 1)
 
 
 def holders(device_file: str = r"/dev/(nvidia\d+|kfd)") -> dict[int, str]:
-    """Processes of this session that have a device's file open, by their id; nothing but /proc is needed."""
-    found = {}
+    """Return the processes of this session that have a device's file open, by their id, from /proc."""
+    processes = {}
     for process in psutil.process_iter():
         folder = Path(f"/proc/{process.pid}/fd")
         with suppress(OSError, psutil.Error):
             is_open = any(re.fullmatch(device_file, os.readlink(link)) for link in folder.iterdir())
             if is_open and process.environ().get(MARK) == os.environ.get(MARK):
-                found[process.pid] = f"{process.pid} {' '.join(process.cmdline())[:80]}"
-    return found
+                processes[process.pid] = f"{process.pid} {' '.join(process.cmdline())[:80]}"
+    return processes
 
 
 def wait_until_released(before: Iterable[int]) -> list[str]:
-    """The processes that hold the device and did not ``before``, after the driver has had its time."""
+    """Return the processes that still hold the device and did not ``before``."""
     until = time.monotonic() + RELEASE_SECONDS
-    while left := [told for pid, told in holders().items() if pid not in before]:
+    while left := [process for pid, process in holders().items() if pid not in before]:
         if time.monotonic() > until:
             break
         time.sleep(0.1)
@@ -267,11 +273,11 @@ def wait_until_released(before: Iterable[int]) -> list[str]:
 
 
 def on_record(folder: Path) -> str:
-    """What has been found on each device."""
+    """Return the stored checks of each device as tables."""
     tables = []
     for path in sorted(folder.glob("*.json")):
-        known = json.loads(path.read_text())
-        checks = [(part, check) for part, found in known["parts"].items() for check in found["checks"]]
-        rows = [(part, one["name"], "ok" if one["passed"] else "FAIL", one["said"]) for part, one in checks]
-        tables.append(f"{known['device']}\n\n{drawn(('part', 'check', '', 'figure'), rows)}")
-    return "\n\n".join(tables) or f"nothing is on record in {folder}: no part has run on a GPU yet"
+        results = json.loads(path.read_text())
+        checks = [(name, check) for name, part in results["parts"].items() for check in part["checks"]]
+        rows = [(name, check["name"], "ok" if check["passed"] else "FAIL", check["said"]) for name, check in checks]
+        tables.append(f"{results['device']}\n\n{drawn(('part', 'check', '', 'figure'), rows)}")
+    return "\n\n".join(tables) or f"no results in {folder}: no part has run on a GPU yet"

@@ -1,14 +1,14 @@
-"""Two or more GPUs, on one node or several: every layout, the links, and failures under every launcher that is here.
+"""Layouts, links and failures under every available launcher, on two or more GPUs of one node or several.
 
     make gpu-cluster PYTHON=.venv/bin/python              # on one node
     salloc -N2 --gpus-per-node=8 make gpu-cluster ...     # in an allocation: srun and mpirun use all of its nodes
     python -m benchmarks.gpu_cluster --device cpu         # tries the script itself, on two ranks over gloo
 
-Under each launcher (local ranks, torchrun, srun in an allocation, mpirun) the same command lines are typed as a person
-would. Layouts, whose losses must follow those of ``single`` within 1e-4 in fp32, with SGD, as Adam would hide
-gradients of the wrong scale; ``p2p`` and ``collectives``; and a model that is killed, stopped (SIGSTOP) or
-raises in one rank: 40 s later none of the run's processes is left on any node, and its record says why. Exit status 0:
-all checks passed; 1: one failed; 2: fewer than two GPUs.
+Under each launcher (local ranks, torchrun, srun in an allocation, mpirun) it runs the command lines of a user: layouts,
+whose losses must follow ``single`` within 1e-4 in fp32, with SGD, as Adam would hide gradients of the wrong scale;
+``p2p`` and ``collectives``; and a model that is killed, stopped (SIGSTOP) or raises in one rank: after 40 s no process
+of the run is left on any node, and its record says why. Exit status 0: all checks passed; 1: one failed; 2: fewer than
+two GPUs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from benchmarks.gpu_check.session import Session
 from benchmarks.script import ROOT, options
 
-from .checks import FAULTS, LAUNCHERS, LAYOUTS, WORKLOADS, Layout, fault, launchers, layouts, workload
+from .checks import FAULTS, LAUNCHERS, LAYOUTS, WORKLOADS, fault, launchers, layouts, workload
 
 
 def main() -> int:
-    """Carry out all checks and print what came out."""
-    given = options(
+    """Run all checks and print them."""
+    args = options(
         __doc__,
         device=("cuda", "of the ranks", ["cuda", "cpu"]),
         ranks=(int, "of a node; by default one a GPU, two on a CPU"),
@@ -38,19 +38,19 @@ def main() -> int:
         faults=(FAULTS, "of a rank", FAULTS),
         outputs=(ROOT / "outputs", "folder of the runs"),
     )
-    gpus = torch.cuda.device_count() if given.device == "cuda" else 2
+    gpus = torch.cuda.device_count() if args.device == "cuda" else 2
     if gpus < 2:
         print(f"gpu-cluster needs two GPUs or more on a node, and torch finds {gpus} here", file=sys.stderr)
         return 2
-    session = Session.begin(given.device, given.outputs)
-    typed = [Layout(words) for words in given.layouts]
-    for launcher in launchers(given.launchers, given.ranks or gpus):
+    session = Session.begin(args.device, args.outputs)
+    typed = [(2, words) for words in args.layouts]
+    for launcher in launchers(args.launchers, args.ranks or gpus):
         print(f"{launcher.name}: {launcher.ranks} ranks on {launcher.nodes} nodes", flush=True)
         under = replace(session, launcher=launcher.prefix)
-        layouts(under, launcher, typed or LAYOUTS, given.model, given.batch)
-        for name in given.workloads:
+        layouts(under, launcher, typed or LAYOUTS, args.model, args.batch)
+        for name in args.workloads:
             workload(under, launcher, name)
-        for how in given.faults:
+        for how in args.faults:
             fault(under, launcher, how)
     failed = [check["name"] for check in session.checks if not check["passed"]]
     print(f"records in {session.directory}")

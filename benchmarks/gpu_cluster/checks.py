@@ -1,4 +1,4 @@
-"""Layouts, links and failures under a launcher: commands as a person types them, and the verdict on each."""
+"""Layouts, links and failures under a launcher, with the command lines of a user."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
+from benchmarks.cells import Matrix
 from benchmarks.gpu_check.session import CHECKED_STEPS, Session
 from benchmarks.script import ROOT, TORCHRUN, TRAIN
 from ptdbench.parallel.pipeline_schedules import SCHEDULES
@@ -24,7 +24,7 @@ from . import processes
 #: Largest relative difference of a loss from that of the reference.
 TOLERANCE = 1e-4
 
-#: Seconds after a failure in which every process of the run must end, and after which a command is not waited for.
+#: Seconds after a failure in which every process of the run must end, and the timeout of a command.
 GONE, PATIENCE = 40.0, 600.0
 
 LAUNCHERS = ("local", "torchrun", "srun", "mpirun")
@@ -43,62 +43,45 @@ class Launcher:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The override by which ptdbench starts the ranks itself."""
+        """The override of the number of ranks: ptdbench starts only local ones itself."""
         return (f"cluster.ranks_per_node={self.ranks}",) if self.name == "local" else ("cluster.ranks_per_node=auto",)
 
 
 def launchers(names: Sequence[str], ranks: int) -> list[Launcher]:
-    """Those of ``names`` that are here, with ``ranks`` on each node; srun and mpirun use the nodes of an allocation."""
+    """Return the available ones of ``names``, with ``ranks`` on each node; srun and mpirun use a whole allocation."""
     nodes, python = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")), sys.executable
     root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
     srun = ("srun", f"--nodes={nodes}", f"--ntasks-per-node={ranks}", python)
     # Open MPI would bind a rank to one core, and counts cores, not GPUs.
     mpirun = ("mpirun", *root, "--oversubscribe", "--bind-to", "none", "-np", str(ranks * nodes), "--map-by")
-    every = (
+    launchers = (
         Launcher("local", (python,), ranks),
         Launcher("torchrun", (*TORCHRUN, f"--nproc_per_node={ranks}"), ranks),
         Launcher("srun", srun, ranks * nodes, nodes),
         Launcher("mpirun", (*mpirun, f"ppr:{ranks}:node", python), ranks * nodes, nodes),
     )
-    is_here = {one.name: bool(shutil.which(one.prefix[0])) for one in every}
+    is_here = {launcher.name: bool(shutil.which(launcher.prefix[0])) for launcher in launchers}
     is_here["srun"] &= "SLURM_JOB_ID" in os.environ
-    if left_out := [name for name in names if not is_here[name]]:
-        print(f"left out, as they are not here (srun needs an allocation): {', '.join(left_out)}")
-    return [one for one in every if one.name in names and is_here[one.name]]
+    if skipped := [name for name in names if not is_here[name]]:
+        print(f"skipped, not available (srun needs an allocation): {', '.join(skipped)}")
+    return [launcher for launcher in launchers if launcher.name in names and is_here[launcher.name]]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A layout that must follow ``single``."""
-
-    words: str  #: Its overrides, as they are typed.
-    ranks: int = 2  #: The fewest that it needs.
-
-
-#: Schedules beside the default one that this torch carries out: stages in turns and in the form of a V, whose messages
-#: may wait for each other where one communicator has them all.
-SCHEDULES_TO_TRY = [name for name in ("gpipe", "interleaved1f1b", "zbv", "dualpipev") if SCHEDULES[name].is_supported]
-
-LAYOUTS = (
-    *(Layout(f"parallel={name}") for name in ("ddp", "fsdp", "pdp", "tp")),
-    Layout("parallel=hsdp", ranks=4),
-    Layout("parallel=3d", ranks=8),
-    *(
-        Layout(f"parallel={name} parallel.context=2 parallel.context_method={method}")
-        for name, method in product(("ddp", "fsdp"), ("ulysses", "ring"))
-    ),
-    *(Layout(f"parallel=pdp parallel.pipeline=2 parallel.schedule={name}") for name in SCHEDULES_TO_TRY),
-    Layout("parallel=ddp parallel.optimizer=zero1"),
-)
+#: Layouts that must follow ``single``, each with the fewest ranks that it needs; torch may lack a schedule.
+LAYOUTS = [
+    (ranks, layout)
+    for ranks, layout in Matrix.load("cluster").rows.values()
+    if SCHEDULES.get(layout.partition("parallel.schedule=")[2], SCHEDULES["1f1b"]).is_supported
+]
 
 
-def layouts(session: Session, launcher: Launcher, every: Sequence[Layout], model: str, batch: int) -> None:
-    """Hold the losses of each layout against those of one rank.
+def layouts(session: Session, launcher: Launcher, layouts: Sequence[tuple[int, str]], model: str, batch: int) -> None:
+    """Compare the losses of each layout with those of one rank.
 
     Args:
         session: Where the runs leave their records.
-        launcher: How they are started.
-        every: What is tried, where there are enough ranks.
+        launcher: Starts the ranks.
+        layouts: The fewest ranks and the overrides of each.
         model: What the layouts train.
         batch: Samples of a step for each rank.
     """
@@ -108,21 +91,20 @@ def layouts(session: Session, launcher: Launcher, every: Sequence[Layout], model
     )  # fmt: skip
     alone = replace(session, launcher=TRAIN[:1])
     reference = alone.reference(f"{launcher.name} single", *training, "parallel=single", f"train.micro_batch={batch}")
-    for layout in every:
-        if layout.ranks <= launcher.ranks:
-            words = (*launcher.words, *training, *layout.words.split())
-            name = f"{launcher.name} {layout.words.replace('parallel', '', 1).lstrip('=')}"
-            session.follows(name, reference, TOLERANCE, *words)
+    for ranks, layout in layouts:
+        if ranks <= launcher.ranks:
+            name = f"{launcher.name} {layout.replace('parallel', '', 1).lstrip('=')}"
+            session.follows(name, reference, TOLERANCE, *launcher.words, *training, *layout.split())
 
 
 def workload(session: Session, launcher: Launcher, name: str) -> None:
-    """See that a workload that measures the links comes to an end, and well."""
+    """Check that a workload that measures the links succeeds."""
     if session.well(f"{launcher.name} {name}", f"workload={name}", *launcher.words):
-        session.tell(f"{launcher.name} {name}", True, "ok")
+        session.report(f"{launcher.name} {name}", True, "ok")
 
 
 def fault(session: Session, launcher: Launcher, how: str) -> None:
-    """See that when one rank breaks all processes end in time, and the record names that rank."""
+    """Check that after a failure of one rank all processes end in time, and the record names that rank."""
     folder, victim, mark = session.directory / f"{launcher.name}-{how}", launcher.ranks - 1, uuid.uuid4().hex
     folder.mkdir(parents=True)
     begun, path = folder / "begun", folder / "run" / "record.json"
@@ -141,5 +123,5 @@ def fault(session: Session, launcher: Launcher, how: str) -> None:
     is_named = error.get("rank") == victim or f"rank {victim}" in str(error.get("message"))
     gone = "all gone" if seconds <= GONE else "not gone"
     why = reason(typed(record)) if error else f"see {output.name}"
-    said = f"{gone} {seconds:.0f} s after, at most {GONE:.0f}; {why}"
-    session.tell(f"{launcher.name} {how}", seconds <= GONE and is_named and record.get("status") != "ok", said)
+    text = f"{gone} {seconds:.0f} s after, at most {GONE:.0f}; {why}"
+    session.report(f"{launcher.name} {how}", seconds <= GONE and is_named and record.get("status") != "ok", text)

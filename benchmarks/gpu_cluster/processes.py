@@ -14,17 +14,17 @@ from benchmarks.script import ROOT
 
 
 def environ(mark: str) -> dict[str, str]:
-    """The variables of a command whose processes bear this mark."""
+    """Return the variables of a command whose processes have this mark."""
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), MARK: mark}
 
 
 def seconds_until_gone(begun: Path, mark: str, nodes: int, process: subprocess.Popen[bytes], patience: float) -> float:
-    """Seconds from the failure until no process of a command is left; infinite where some are after ``patience``.
+    """Return the seconds from the failure until no process of a command is left; infinite after ``patience``.
 
     Args:
-        begun: A file that is made when the failure begins.
-        mark: What tells the command's processes.
+        begun: A file that is created when the failure begins.
+        mark: Marks the command's processes.
         nodes: Of the command.
         process: The command itself; it is killed if it outlasts the patience.
         patience: Seconds to wait.
@@ -32,7 +32,7 @@ def seconds_until_gone(begun: Path, mark: str, nodes: int, process: subprocess.P
     started = time.time()
     while time.time() < started + patience:
         ended = process.poll() is not None
-        if not begun.exists() and ended:  # it never came so far
+        if not begun.exists() and ended:  # it ended before
             return float("inf")
         if begun.exists() and ended and not _everywhere(mark, nodes):
             return time.time() - begun.stat().st_mtime
@@ -42,18 +42,18 @@ def seconds_until_gone(begun: Path, mark: str, nodes: int, process: subprocess.P
 
 
 def _everywhere(mark: str, nodes: int) -> list[int]:
-    """The processes of a command on all of its nodes."""
+    """Return the processes of a command on all of its nodes."""
     if nodes == 1:
         return here(mark)
     srun = ("srun", "--overlap", f"--nodes={nodes}", "--ntasks-per-node=1")
     command = (*srun, sys.executable, "-m", "benchmarks.gpu_cluster.processes", mark)
-    # Without the mark: the question would find itself.
-    said = subprocess.run(command, cwd=ROOT, env=environ(""), capture_output=True, text=True, check=True).stdout
-    return [pid for line in said.splitlines() for pid in json.loads(line)]
+    # Without the mark: the search would find itself.
+    output = subprocess.run(command, cwd=ROOT, env=environ(""), capture_output=True, text=True, check=True).stdout
+    return [pid for line in output.splitlines() for pid in json.loads(line)]
 
 
 def here(mark: str) -> list[int]:
-    """Those of this node, but not zombies, which have no variables."""
+    """Return those of this node, but not zombies, which have no variables."""
     return [process.pid for process in left(mark)]
 
 

@@ -53,7 +53,7 @@ def failed(status: str = "failed", message: str = "no\nmore") -> dict[str, Any]:
 
 
 def part(name: str) -> Any:
-    return instantiate(yaml.safe_load(main.PARTS.read_text())[name])["carry_out"]
+    return instantiate(yaml.safe_load(main.PARTS.read_text())[name])["run"]
 
 
 def verdicts(of: Session) -> dict[str, bool]:
@@ -140,7 +140,7 @@ def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None
 @pytest.mark.ranks
 def test_what_is_refused_because_of_gloo_is_told_as_that(on_cpu: Session) -> None:
     on_one_gpu = ("virtual=h100", "device=auto", "backend=gloo", "cluster.ranks_per_node=2")
-    parts.carried(on_cpu, "pdp of 2", [5.0], "model=gpt_tiny", "parallel=pdp", *on_one_gpu)
+    parts.follows_over_gloo(on_cpu, "pdp of 2", [5.0], "model=gpt_tiny", "parallel=pdp", *on_one_gpu)
     (check,) = on_cpu.checks
     assert check["passed"]
     assert check["said"].startswith("not carried by gloo: ")
@@ -149,10 +149,10 @@ def test_what_is_refused_because_of_gloo_is_told_as_that(on_cpu: Session) -> Non
 
 def test_each_check_is_kept_at_once_and_a_part_replaces_what_it_found_before(tmp_path: Path) -> None:
     path = tmp_path / "results" / "H100.json"
-    assert "nothing is on record" in session.on_record(path.parent)
+    assert "no results" in session.on_record(path.parent)
     for part, passed in (("numbers", False), ("images", False), ("numbers", True)):
         of = Scripted(results=path, part=part)
-        of.tell("loss", passed, "a figure")
+        of.report("loss", passed, "a figure")
         assert json.loads(path.read_text())["parts"][part]["checks"] == of.checks
     shown = session.on_record(path.parent)
     assert "| numbers | loss | ok | a figure |\n| images | loss | FAIL | a figure |" in shown

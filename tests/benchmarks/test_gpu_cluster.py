@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.gpu_check.session import Session
 from benchmarks.gpu_cluster import checks, processes
-from benchmarks.gpu_cluster.checks import LAYOUTS, Layout, launchers
+from benchmarks.gpu_cluster.checks import LAYOUTS, launchers
 from ptdbench.setup.run_spec import specify
 from tests.conftest import read
 from tests.daily import cases
@@ -38,17 +38,17 @@ def test_a_rank_that_fails_takes_its_run_along_and_is_named(session, local, how)
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_layouts_are_held_against_a_single_rank(session, local):
-    every = [Layout("parallel=ddp"), Layout("parallel=pdp"), Layout("parallel=hsdp", ranks=4)]
-    checks.layouts(session, local, [*every, Layout("parallel=ddp seed=1")], "gpt_tiny", 2)
+    rows = [(2, "parallel=ddp"), (2, "parallel=pdp"), (4, "parallel=hsdp"), (2, "parallel=ddp seed=1")]
+    checks.layouts(session, local, rows, "gpt_tiny", 2)
     passed = {check["name"]: check["passed"] for check in session.checks}
     assert passed == {"local single": True, "local ddp": True, "local pdp": True, "local ddp seed=1": False}
 
 
 @cases("ranks", [2, 4, 8, 16], daily=[2])
 def test_all_layouts_are_legal_on_any_number_of_gpus(ranks):
-    for layout in (layout for layout in LAYOUTS if layout.ranks <= ranks):
+    for layout in (layout for fewest, layout in LAYOUTS if fewest <= ranks):
         typed = ("model=gpt_small", f"train.global_batch={16 * ranks}", f"cluster.ranks_per_node={ranks}")
-        specify(read(*typed, *layout.words.split()), None)
+        specify(read(*typed, *layout.split()), None)
 
 
 def test_a_launcher_that_is_not_here_is_left_out(monkeypatch, capsys):

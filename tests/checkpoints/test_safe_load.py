@@ -19,12 +19,10 @@ from ptdbench.problems import ConfigError
 from tests.refusals import refusal_of
 
 TENSORS = {
-    "model.weight": torch.arange(12.0).reshape(3, 4),
-    "model.empty": torch.zeros(0, 2),
-    "optimizer.weight.step": torch.tensor(7.0),
-    "model.narrow": torch.ones(5, dtype=torch.bfloat16),
+    "model.weight": torch.arange(12.0).reshape(3, 4), "model.empty": torch.zeros(0, 2),
+    "optimizer.weight.step": torch.tensor(7.0), "model.narrow": torch.ones(5, dtype=torch.bfloat16),
     "rng.cpu.0": torch.arange(256, dtype=torch.uint8),
-}
+}  # fmt: skip
 
 
 class Touch:

@@ -210,7 +210,7 @@ def test_foreign_files_only_block_what_they_are_in_the_way_of(keeper, weight, tm
     assert keeper.saved == [1, 3, 4, 5]
     rule = "was not created by ptdbench: move it elsewhere"
     assert keeper.problems == [
-        f"step 2: not saved: rank 0: FileExistsError: {folder}/step-00000002.partial/notes.txt {rule}",
+        f"step 2: not saved: rank 0: FileExistsError: {folder}/step-00000002.partial/notes.txt {rule}"
     ]
     kept = ["step-00000001", "step-00000002.partial", "step-00000004", "step-00000005"]
     assert names(tmp_path) == kept

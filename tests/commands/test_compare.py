@@ -105,7 +105,7 @@ class TestInput:
         assert re.search(r"^ddp +10, 5 ", compare(tmp_path / "both", sides[1])[1], re.MULTILINE)
 
     @pytest.mark.parametrize("words", [["--fail-if-slower", "30%"], [], ["--json"]])
-    def test_what_may_hide_a_slower_one_does_not_pass(self, compare, sides, words):
+    def test_damaged_records_fail_the_gate(self, compare, sides, words):
         before, after = sides
         (after / RESULTS).unlink()
         for path in after.glob("*_fsdp/record.json"):  # all of the slower configuration
@@ -161,7 +161,7 @@ class TestRefused:
         assert line == f"ptdbench compare: error: argument --fail-if-slower: {rule}"
 
 
-def test_what_reads_records_answers_at_once(sides, environ):
+def test_reading_commands_import_no_torch(sides, environ):
     """It imports no torch: that would cost seconds each time somebody looks."""
     before, after = map(str, sides)
     typed = [["compare", before, after], ["explain", before], ["report", before]]

@@ -92,7 +92,7 @@ random.Random(7).shuffle(CASES)
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_what_stands_in_one_record_harms_no_other(ptdbench, tmp_path, part):
+def test_damaged_record_leaves_other_reports_intact(ptdbench, tmp_path, part):
     sweep = lay(tmp_path / "sweep", [damaged(at, value) for at, value in CASES[40 * part : 40 * part + 40]])
     other = lay(tmp_path / "other", [])
     with np.errstate(over="ignore"):

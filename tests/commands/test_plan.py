@@ -83,7 +83,7 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ranks
-def test_what_fits_what_does_not_and_what_cannot_be(environ, tmp_path):
+def test_plan_equals_the_virtual_run_and_is_cached(environ, tmp_path):
     words = (*SMALL, *TIGHT, "virtual.gpu.memory=457000000", "train.micro_batch=max", "train.global_batch=256")
     with tempfile.TemporaryDirectory() as folder:  # its path is short, as those of sockets must be
         done = plan({**environ, "TMPDIR": folder}, tmp_path, "-m", *words, "parallel=fsdp", "parallel.shard=2,3")
@@ -135,7 +135,7 @@ def test_a_single_layout_is_kept_too(environ, tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.thorough
-def test_one_that_fits_nowhere_says_from_how_many_gpus_on(environ, tmp_path):
+def test_oversized_plan_names_the_sufficient_number_of_gpus(environ, tmp_path):
     """Of 2,048 samples one tensor is larger than 9/8 of the GPU, and than any that torch would place on it."""
     words = (*SMALL, *TIGHT, "virtual.gpu.memory=720000000", "parallel=ddp", "model.width=1024")
     done = plan(environ, tmp_path, *words, "train.micro_batch=1,2048", "train.global_batch=4096")
@@ -151,14 +151,9 @@ def test_one_that_fits_nowhere_says_from_how_many_gpus_on(environ, tmp_path):
 @pytest.mark.thorough
 def test_gradients_that_accumulate_in_shards_need_less_and_are_advised(environ, tmp_path):
     words = (
-        *SMALL,
-        *TIGHT,
-        "model.width=1024",
-        "model.layers=4",
-        "parallel=fsdp",
-        "train.micro_batch=1",
+        *SMALL, *TIGHT, "model.width=1024", "model.layers=4", "parallel=fsdp", "train.micro_batch=1",
         "train.global_batch=8",
-    )
+    )  # fmt: skip
     options = ("virtual.gpu.memory=570000000", "parallel.reduce_scatter_each_microbatch=true,false")
     plan(environ, tmp_path, *words, *options)
     in_shards, whole = records_of(tmp_path)
@@ -268,11 +263,9 @@ def test_another_device_with_the_same_kernels_uses_the_recordings():
 
     def made(gpu: str, carry_out: Callable[..., None], again: bool = False, samples: int = 526) -> dict[str, Any]:
         sized = (
-            "precision=bf16",
-            "model.vocabulary=50304",
-            f"train.global_batch={2 * samples}",
+            "precision=bf16", "model.vocabulary=50304", f"train.global_batch={2 * samples}",
             f"train.micro_batch={samples}",
-        )
+        )  # fmt: skip
         asked = small("parallel=ddp", *sized, f"virtual={gpu}")
         request = memory_plan.PlanRequest(asked, False, "toy", carry_out, key={"code": "1"}, again=again)
         return memory_plan.plan(request)
@@ -336,7 +329,7 @@ def test_training_state_in_the_memory_of_hosts_is_carried_out_only_where_this_on
     assert "of a rank are in host memory, which is compared with nothing" in shown
 
 
-def test_what_is_imported_from_where_it_is_edited_may_change(monkeypatch, tmp_path):
+def test_editable_packages_may_change(monkeypatch, tmp_path):
     """A package installed editable has a version, which stays as its files change."""
     (tmp_path / "edited_by_somebody.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -392,7 +385,7 @@ def test_the_key_has_the_files_of_a_package_that_keeps_its_version(key, monkeypa
         ("+model.of.folder=.",),  # with more files than are looked at
     ],
 )
-def test_what_may_change_unseen_is_not_kept(key, monkeypatch, tmp_path, words):
+def test_plans_of_changeable_inputs_are_not_cached(key, monkeypatch, tmp_path, words):
     (tmp_path / "a").touch()
     (tmp_path / "b").touch()
     monkeypatch.setattr(plans, "_MOST_FILES", 1)

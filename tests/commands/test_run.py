@@ -36,7 +36,7 @@ def refused(directory: Path, world: World | None = None) -> str:
     return refusal_of(resume.startable, directory, world)
 
 
-def test_what_may_run_any_code_is_carried_out_by_jobs_of_ones_own(tmp_path, monkeypatch):
+def test_target_that_may_run_any_code_needs_the_users_own_job(tmp_path, monkeypatch):
     directory = begun(tmp_path / "run", "model=custom", "model._target_=torch.hub.load")
     assert refused(directory).startswith(f"run={directory}: its record names torch.hub.load, which may run any code; ")
     monkeypatch.setenv("PTDBENCH_FOLDER", str(tmp_path))
@@ -106,7 +106,7 @@ def test_the_configuration_of_a_record_is_what_was_composed(tmp_path):
 
 
 class TestRefused:
-    def test_what_is_no_run(self, tmp_path):
+    def test_directory_without_a_run_is_refused(self, tmp_path):
         told = "there is no run (no record.json); give the directory of a run below outputs"
         assert refused(tmp_path / "typo") == f"run={tmp_path / 'typo'}: {told}"
         file = begun(tmp_path / "run") / "record.json"
@@ -117,12 +117,12 @@ class TestRefused:
         remedy = f"try python train.py sweep.resume={tmp_path}, or give the directory of one of its runs"
         assert refused(tmp_path) == f"run={tmp_path}: is a sweep; {remedy}"
 
-    def test_one_that_is_complete(self, tmp_path):
+    def test_complete_run_is_refused(self, tmp_path):
         run = begun(tmp_path / "run", status="ok", steps=4, error=None)
         again = f"python train.py resume={run} train.steps=8"
         assert refused(run) == f"run={run}: is complete, with 4 of 4 steps; try {again}, to train on from there"
 
-    def test_one_that_a_job_carries_out(self, tmp_path):
+    def test_run_of_a_job_is_refused(self, tmp_path):
         run = begun(tmp_path / "run", "cluster=slurm")
         rule = "cluster=slurm carries it out as a job"
         assert refused(run) == f"run={run}: {rule}; try python train.py resume={run}"

@@ -87,8 +87,7 @@ def test_every_run_counts_that_has_no_block_or_shares_one():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"world_size": 4}, {"config": {"seed": 1}}, {"nodes": ["a", "b"]}, {"workload": "other"}],
+    "changes", [{"world_size": 4}, {"config": {"seed": 1}}, {"nodes": ["a", "b"]}, {"workload": "other"}]
 )
 def test_other_work_is_another_alternative(changes):
     one = run("ddp", nodes=["a"])
@@ -125,8 +124,7 @@ def test_options_that_are_ignored_tell_nothing_apart():
 
 
 @pytest.mark.parametrize(
-    ("rates", "typical"),
-    [([30.0, 10.0, 20.0], 20.0), ([40.0, 10.0, 30.0, 20.0], 20.0), ([7.0], 7.0)],
+    ("rates", "typical"), [([30.0, 10.0, 20.0], 20.0), ([40.0, 10.0, 30.0, 20.0], 20.0), ([7.0], 7.0)]
 )
 def test_the_typical_run_is_the_median_one_of_two_the_slower(rates, typical):
     (one,) = alternatives.group(repeated("ddp", rates))

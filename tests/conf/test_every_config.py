@@ -34,10 +34,7 @@ COMPANIONS = {
     "data/digits": ("model=resnet18", "data=digits", "model.stem=small", "model.image_size=8", "model.classes=10"),
     "data/cifar10": ("experiment=cifar10_resnet18", "data.root={images}"),
     "data/custom": (
-        "data._target_=tests.setup.test_run_spec.Duck",
-        "+data.seed=0",
-        "model=toy",
-        "model.inputs=4",
+        "data._target_=tests.setup.test_run_spec.Duck", "+data.seed=0", "model=toy", "model.inputs=4",
         "model.outputs=2",
     ),
     "data/synthetic_inputs": ("model=hf_t5_tiny",),
@@ -46,7 +43,7 @@ COMPANIONS = {
     "experiment/cifar10_resnet18": ("data.root={images}",),
     "experiment/imagefolder_resnet50": ("data.root={images}",),
     "experiment/text_gpt_small": ("data.path={texts}", "data.tokenizer={texts}/tokenizer.json"),
-}
+}  # fmt: skip
 #: A sample of each data set, as it suits the model that it is used with.
 SHAPES = {
     "synthetic_images": (3, 64, 64), "synthetic_tokens": (32,), "synthetic_vectors": (6,), "text": (32,),

@@ -9,12 +9,8 @@ from ptdbench.data.sampling import Epochs, draws
 def test_matches_the_published_outputs_of_splitmix64():
     # rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64, seed 1234567
     published = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
+        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
+    ]  # fmt: skip
     assert draws(1234567, 0, 5).tolist() == published
 
 

@@ -31,13 +31,9 @@ class Doubled(nn.BatchNorm2d):
 
 
 LAYERS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "average of all batches": {"momentum": None},
-    "nothing to train": {"affine": False},
-    "nothing tracked": {"track_running_stats": False},
-    "rectified": {"kind": Rectified},
-    "doubled": {"kind": Doubled},
-}
+    "plain": {}, "average of all batches": {"momentum": None}, "nothing to train": {"affine": False},
+    "nothing tracked": {"track_running_stats": False}, "rectified": {"kind": Rectified}, "doubled": {"kind": Doubled},
+}  # fmt: skip
 
 
 def layer(options: dict[str, Any]) -> nn.BatchNorm2d:

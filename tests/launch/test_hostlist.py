@@ -42,8 +42,7 @@ def test_malformed_host_list_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "counts"),
-    [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("16(x1)", [16]), ("1(x2),1,3(x2)", [1, 1, 1, 3, 3])],
+    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("16(x1)", [16]), ("1(x2),1,3(x2)", [1, 1, 1, 3, 3])]
 )
 def test_tasks_per_node(text, counts):
     assert hostlist.tasks_per_node(text) == counts

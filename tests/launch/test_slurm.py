@@ -91,18 +91,11 @@ def test_missing_command_is_named(tmp_path, monkeypatch):
 
 class TestOtherClusters:
     def test_partition_sums_its_kinds_of_nodes(self, fake):
-        lines = (
-            "batch*|14|(null)",
-            "batch*|2|gpu:a100:4(S:0-1)",
-            "debug|1|gpu:v100:2,gpu:k80:4",
-            "empty|0|(null)",
-        )
+        lines = ("batch*|14|(null)", "batch*|2|gpu:a100:4(S:0-1)", "debug|1|gpu:v100:2,gpu:k80:4", "empty|0|(null)")
         fake("sinfo", "\n".join(f"echo '{line}'" for line in lines))
         assert commands.partitions() == [
-            Partition("batch", True, (0, 4)),
-            Partition("debug", False, (6,)),
-            Partition("empty", False, ()),
-        ]
+            Partition("batch", True, (0, 4)), Partition("debug", False, (6,)), Partition("empty", False, ()),
+        ]  # fmt: skip
 
     def test_commands_that_hang_or_cannot_start_are_told(self, fake, monkeypatch, tmp_path):
         monkeypatch.setattr(commands, "PATIENCE", 2)
@@ -184,10 +177,8 @@ class TestRealSlurm:
             monkeypatch.setenv(name, value)
         assert commands.available()
         assert commands.partitions() == [
-            Partition("debug", True, (2,)),
-            Partition("short", False, (2,)),
-            Partition("gpu", False, (2,)),
-        ]
+            Partition("debug", True, (2,)), Partition("short", False, (2,)), Partition("gpu", False, (2,)),
+        ]  # fmt: skip
         assert job in commands.queue([job])
         assert "in partition debug" in commands.test(script(nodes=1))
         ignored = ["SBATCH_ARRAY_INX=0-5", "SBATCH_PARTITION=nope"]

@@ -47,11 +47,9 @@ def test_a_gpu_is_described_and_what_it_does_not_tell_is_missing():
 def test_links_are_named_as_nvidia_smi_names_them():
     seen = gpu_state.inspect(made())
     assert seen.links == [
-        ["SELF", "NV2", "PHB", "PHB"],
-        ["NV2", "SELF", "SYS", "PHB"],
-        ["PHB", "SYS", "SELF", "NV3"],
+        ["SELF", "NV2", "PHB", "PHB"], ["NV2", "SELF", "SYS", "PHB"], ["PHB", "SYS", "SELF", "NV3"],
         ["PHB", "PHB", "NV3", "SELF"],
-    ]
+    ]  # fmt: skip
     assert seen.link(seen.gpus[2], seen.gpus[1]) == "SYS"
     assert seen.link(seen.gpus[2], replace(seen.gpus[1], uuid="GPU-of-another-node")) is None
 

@@ -92,10 +92,8 @@ def test_tf32_is_allowed_only_for_tf32_products(monkeypatch):
     monkeypatch.setattr(torch, "mm", spy)
     before = torch.get_float32_matmul_precision()
     expected = {
-        "fp32": (torch.float32, "highest"),
-        "tf32": (torch.float32, "high"),
-        "bf16": (torch.bfloat16, "highest"),
-    }
+        "fp32": (torch.float32, "highest"), "tf32": (torch.float32, "high"), "bf16": (torch.bfloat16, "highest"),
+    }  # fmt: skip
     for dtype, of_each in expected.items():
         seen.clear()
         taken = products.product_seconds(ProductShape(8, 4, 16), dtype, CPU, seconds=0.0001)

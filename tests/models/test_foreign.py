@@ -316,10 +316,7 @@ class Counts(Plain):
         return {"layers.0": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("kind", "masked"),
-    [(Plain, 0.0), (Mixes, None), (Says, 7.0), (Counts, None)],
-)
+@pytest.mark.parametrize(("kind", "masked"), [(Plain, 0.0), (Mixes, None), (Says, 7.0), (Counts, None)])
 def test_masked_flops_if_stated_or_impossible(kind, masked):
     assert adapt(kind(), example).masked_flops() == masked
 

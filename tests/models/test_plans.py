@@ -35,12 +35,10 @@ APART = {f"attn.{name}": Role("rowwise" if name == "o" else "colwise", 2, "heads
 @pytest.mark.parametrize(
     ("kind", "plan", "roles"),
     [
-        (users.Attention, None, FUSED | OF_MLP),
-        (users.Attention, ATTENTION | MLP, FUSED | OF_MLP),
-        (users.Attention, MLP, OF_MLP),
-        (users.Apart, None, APART | OF_MLP),
+        (users.Attention, None, FUSED | OF_MLP), (users.Attention, ATTENTION | MLP, FUSED | OF_MLP),
+        (users.Attention, MLP, OF_MLP), (users.Apart, None, APART | OF_MLP),
     ],
-)
+)  # fmt: skip
 def test_roles_of_a_block(kind, plan, roles):
     assert of_block(users.Tokens(kind=kind), plan) == roles
 

@@ -185,10 +185,8 @@ def test_initial_values_of_a_decoder(family, options):
             "image_size=16: must be a whole number of at least 32",
         ]),
         (Toy, {"inputs": 0, "width": 1.5, "outputs": True, "layers": 1}, [
-            "inputs=0: must be a whole number of at least 1",
-            "width=1.5: must be a whole number of at least 1",
-            "outputs=true: must be a whole number of at least 1",
-            "layers=1: must be a whole number of at least 2",
+            "inputs=0: must be a whole number of at least 1", "width=1.5: must be a whole number of at least 1",
+            "outputs=true: must be a whole number of at least 1", "layers=1: must be a whole number of at least 2",
         ]),
     ],
 )  # fmt: skip

@@ -266,7 +266,7 @@ def sentences():
     return {"source": source, "given": given, "mask": mask}, torch.randint(12, (5, 5))
 
 
-def test_what_a_decoder_attends_to_is_sent_along():
+def test_encoder_output_is_sent_to_decoder_stages():
     model = adapt(Translator(), words)
     layers = [[f"{coder}.layers.{number}"] for coder in ("encoder", "decoder") for number in (0, 1)]
     assert cuts(model) == [["encoder.table"], *layers[:2], ["decoder.table"], *layers[2:], ["head"]]

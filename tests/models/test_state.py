@@ -69,13 +69,9 @@ def content(module: Stateful) -> list[Any]:
     others = [sorted(map(str, module.table)), module.more.steps, module.held[0].p, module.held[1].steps]
     modes = [part.training for part in module.modules()], [weight.requires_grad for weight in module.parameters()]
     return [
-        [(id(tensor), tensor.tolist()) for tensor in kept],
-        copy.deepcopy(plain),
-        others,
-        modes,
-        hasattr(module, "new"),
-        module.absent is None,
-    ]
+        [(id(tensor), tensor.tolist()) for tensor in kept], copy.deepcopy(plain), others, modes,
+        hasattr(module, "new"), module.absent is None,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("passes", [0, 2])

@@ -119,16 +119,7 @@ def losses_of(of_ranks: list[dict[str, Any]], name: str) -> list[float]:
     return [sum(step) / len(owners) for step in zip(*owners, strict=True)]
 
 
-@cases(
-    "name",
-    EXACT,
-    daily=[
-        "zero1, accumulated",
-        "reshard 2, kept between",
-        "prefetch 2, stages",
-        "offload, hsdp",
-    ],
-)
+@cases("name", EXACT, daily=["zero1, accumulated", "reshard 2, kept between", "prefetch 2, stages", "offload, hsdp"])
 def test_exact_levers_follow_one_process(of_ranks, name):
     process = of_ranks[0]["one process"]
     assert losses_of(of_ranks, name) == pytest.approx(process["losses"], rel=1e-5)

@@ -57,10 +57,8 @@ def spread(odd: int | None, how: str) -> str:
     mesh = mesh_of(Dims(replicate=2, shard=2)).fsdp
     value = torch.full((4,), float(dist.get_rank() if odd is None else dist.get_rank() == odd))
     placements = {
-        "copied": [Replicate(), Shard(0)],
-        "divided": [Shard(0), Shard(0)],
-        "whole": [Replicate(), Replicate()],
-    }
+        "copied": [Replicate(), Shard(0)], "divided": [Shard(0), Shard(0)], "whole": [Replicate(), Replicate()],
+    }  # fmt: skip
     last = value if how in ("plain", "apart") else DTensor.from_local(value, mesh, placements[how], run_check=False)
     weights = [("first", torch.ones(3)), ("last", last)]
     try:

@@ -20,11 +20,9 @@ RANKS, LENGTH = 4, 16
 
 #: By name: heads of queries, heads of keys and values, dtype.
 CASES = {
-    "as many": (4, 4, torch.float32),
-    "grouped": (4, 2, torch.float32),
-    "one for all": (3, 1, torch.float32),
+    "as many": (4, 4, torch.float32), "grouped": (4, 2, torch.float32), "one for all": (3, 1, torch.float32),
     "bf16": (4, 2, torch.bfloat16),
-}
+}  # fmt: skip
 
 
 def drawn(heads: int, groups: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:

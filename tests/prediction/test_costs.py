@@ -53,10 +53,8 @@ def test_other_kernels_and_copies_reach_a_share_of_a_bandwidth():
     assert seconds(of, "vectorized_elementwise_kernel") == pytest.approx(1e-3 / 0.87)
     assert seconds(of, "layer_norm_grad_input_kernel") == pytest.approx(1e-3 / 0.52)
     assert [memory_share(name)[0] for name in ("triton_poi_fused_add_0", "triton_per_fused_0", "what")] == [
-        0.87,
-        0.75,
-        0.5,
-    ]
+        0.87, 0.75, 0.5,
+    ]  # fmt: skip
     assert seconds(record("SET", bytes=4800000000), "memset") == pytest.approx(1e-3 / 0.85)
     assert seconds(record("COPY", bytes=2400000000), "DtoD") == pytest.approx(1e-3 / 0.85)
     assert seconds(record("COPY", bytes=50000000), "HtoD") == pytest.approx(1e-3)

@@ -24,11 +24,9 @@ def label(name: str, start: float, end: float) -> dict[str, Any]:
 def step(start: float, data: float, gradients: float, update: float) -> list[dict[str, Any]]:
     """The labels of a step that begins at ``start``; the others say when its parts end."""
     return [
-        label(f"{trace.STEP}3", start, update),
-        label(trace.DATA, start, data),
-        label(trace.GRADIENTS, data, gradients),
-        label(trace.UPDATE, gradients, update),
-    ]
+        label(f"{trace.STEP}3", start, update), label(trace.DATA, start, data),
+        label(trace.GRADIENTS, data, gradients), label(trace.UPDATE, gradients, update),
+    ]  # fmt: skip
 
 
 def called(name: str, start: float, end: float, shape: list[int], **facts: Any) -> dict[str, Any]:

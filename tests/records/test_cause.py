@@ -44,16 +44,11 @@ def exited(rank: int, at: float, exit_code: int) -> Failure:
 
 
 CONSEQUENCES = [
-    ("RuntimeError", CLOSED),
-    ("RuntimeError", GLOO_RESET),
-    ("RuntimeError", GLOO_TIMEOUT),
-    ("RuntimeError", "Socket closed"),
-    ("RuntimeError", "writev [127.0.0.1]:3: Broken pipe"),
-    ("DistNetworkError", STORE_CLOSED),
-    ("DistStoreError", STORE_TIMEOUT),
-    ("DistBackendError", NCCL_REMOTE),
+    ("RuntimeError", CLOSED), ("RuntimeError", GLOO_RESET), ("RuntimeError", GLOO_TIMEOUT),
+    ("RuntimeError", "Socket closed"), ("RuntimeError", "writev [127.0.0.1]:3: Broken pipe"),
+    ("DistNetworkError", STORE_CLOSED), ("DistStoreError", STORE_TIMEOUT), ("DistBackendError", NCCL_REMOTE),
     ("Stopped", "stopped by SIGTERM"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "message"), CONSEQUENCES)

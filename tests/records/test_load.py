@@ -92,7 +92,7 @@ def test_damaged_records_are_left_out_with_a_warning(tmp_path):
 
 @pytest.mark.parametrize("name", [store.RECORD, store.RESULTS])
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_file_is_left_out_with_a_warning(tmp_path, name, make):
+def test_irregular_files_are_left_out_with_a_warning(tmp_path, name, make):
     """A pipe would keep its reader waiting for ever, and a device fill its memory."""
     (tmp_path / "1").mkdir()
     make(tmp_path / "1" / name)
@@ -147,7 +147,7 @@ class TestFrame:
         assert frame["metrics.peak_memory_bytes"].isna().tolist() == [False, True]
         assert frame["metrics.mfu"].isna().tolist() == [False, True]
 
-    def test_what_a_failed_run_has_none_of_is_no_column_and_a_value_beside_a_group_is(self, tmp_path):
+    def test_frame_columns_exist_only_for_known_values(self, tmp_path):
         made(tmp_path / "0", metrics={"step_seconds": {"median": 0.5}}, config={"seed": 1})
         alone = {*ptdbench.load(tmp_path).frame().columns}
         for name, metrics in (("1", None), ("2", {"step_seconds": None})):

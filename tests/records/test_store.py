@@ -40,11 +40,9 @@ def test_a_record_is_strict_json_whatever_it_holds(tmp_path):
     }
     write_record(tmp_path, record)
     assert schema.parse((tmp_path / "record.json").read_bytes()) == {
-        "losses": [1.0, None, None, None],
-        "numpy": [0.5, 3, [1.0, None]],
-        "others": [[1.5, 2.5], "a/b", text],
+        "losses": [1.0, None, None, None], "numpy": [0.5, 3, [1.0, None]], "others": [[1.5, 2.5], "a/b", text],
         "7": True,
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -137,7 +135,7 @@ def test_runs_of_a_sweep_in_the_current_folder_or_behind_a_link_are_kept_apart(t
     assert found == ["toy/ddp", "gpt/ddp"]
 
 
-def test_what_goes_while_runs_are_looked_for_is_passed_over(tmp_path, monkeypatch):
+def test_vanishing_folders_are_passed_over(tmp_path, monkeypatch):
     """As a checkpoint of a run that goes on, or a directory that is being made."""
     for name in ("a/checkpoints/step-1", "b", "b/tries/1"):
         (tmp_path / name).mkdir(parents=True)

@@ -106,18 +106,10 @@ def phased(parallel: str, step: float, ranks: dict[str, list[float]], **changes:
     size = len(ranks["forward"])
     seconds = {phase: [one / 1e3 for one in ranks.get(phase, [0.0] * size)] for phase in PHASES}
     found: dict[str, Any] = {
-        "steps": 5,
-        "reason": None,
-        "profiled_step_seconds": 1.25e-3 * step,
-        "step_seconds": step / 1e3,
-        "ranks": seconds,
-        "communication": {},
-        "waited_for": [0.0] * size,
-        "waited_for_most": [],
-        "stages": None,
-        "stage_parts": None,
-        "bubble_formula": None,
-    }
+        "steps": 5, "reason": None, "profiled_step_seconds": 1.25e-3 * step, "step_seconds": step / 1e3,
+        "ranks": seconds, "communication": {}, "waited_for": [0.0] * size, "waited_for_most": [], "stages": None,
+        "stage_parts": None, "bubble_formula": None,
+    }  # fmt: skip
     found |= {name: changes.pop(name) for name in list(changes) if name in found}
     metrics = run(tokens_per_second=1e6 / step)["metrics"]
     return run(parallel, metrics=metrics, world_size=size, phases=found, **changes)
@@ -139,18 +131,14 @@ PDP = phased(
     "pdp",
     100,
     {
-        "data": [1, 1],
-        "forward": [22, 28],
-        "backward": [36, 42],
-        "bubble": [30, 18],
-        "optimizer": [8, 8],
+        "data": [1, 1], "forward": [22, 28], "backward": [36, 42], "bubble": [30, 18], "optimizer": [8, 8],
         "other": [3, 3],
     },
     stages=[[0], [1]],
     bubble_formula=0.2,
     waited_for=[0.0, 0.03],
     layout={"data": 1, "replicate": 1, "pipeline": 2, "microbatches": 4, "accumulation": 1},
-)
+)  # fmt: skip
 
 
 def loaded(*records, sweep="outputs/sweep"):

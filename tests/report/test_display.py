@@ -149,7 +149,7 @@ class TestLines:
         display.tick(late + 1)
         assert stream.getvalue() == f"gpt_tiny ddp  {said}\n"
 
-    def test_what_is_done_between_two_steps_is_no_time_of_theirs(self, stream, wall):
+    def test_pauses_do_not_count_as_step_time(self, stream, wall):
         display = begun(stream, wall)
         display.step(1, 51.0)
         display.step(2, 52.0)
@@ -224,7 +224,7 @@ class TestLiveLine:
         line = display.line(width, 65.0)
         assert (line.left, line.right) == ("[2/8] gpt_tiny ddp  step 11/100", right)
 
-    def test_it_is_late_in_time_and_names_are_cut(self, terminal, wall):
+    def test_live_line_names_late_steps_and_cuts_titles(self, terminal, wall):
         display = begun(terminal, wall)
         display.step(1, 51.0)
         at_step(display, 11, 61.0)
@@ -260,7 +260,7 @@ class TestTerminal:
         assert "\x1b[3" not in terminal.text  # of a foreground
         assert "\x1b[9" not in terminal.text
 
-    def test_what_is_said_meanwhile_is_a_line_of_its_own(self, terminal, wall, monkeypatch):
+    def test_warnings_are_lines_above_the_live_one(self, terminal, wall, monkeypatch):
         monkeypatch.setattr(sys, "stderr", terminal)
         with begun(None, wall):
             echo("warning: \x1b [bold]", sys.stderr)

@@ -37,7 +37,7 @@ def test_the_figures_of_a_row():
         ({"top1": None, "bits_per_byte": None, "loss": 0.51249}, "0.512"),
     ],
 )
-def test_what_an_evaluation_found_last_stands_beside_the_loss(judged, shown):
+def test_last_evaluation_is_beside_the_loss(judged, shown):
     text = render([run(evaluations=[{"top1": 0.1, "bits_per_byte": 9.9, "loss": 9.9}, judged]), run("pdp", 10.0)])
     assert "loss  val  status" in re.sub(r" {2,}", "  ", text)
     assert [row[-2:] for row in cells(text)] == [[shown, "ok"], ["-", "ok"]]
@@ -47,12 +47,9 @@ def test_the_fastest_comes_first_and_what_failed_last_whatever_it_did_before():
     diverged = run("hsdp", 9000.0, status="diverged")
     text = render([run("fsdp", 500.0), failed("single", "broken"), diverged, run("pdp", 2000.0), run("ddp", 1000.0)])
     assert [(row[0], row[1], row[5], row[-1]) for row in cells(text)] == [
-        ("1-3", "pdp", "1.00x", "ok"),
-        ("1-3", "ddp", "0.50x", "ok"),
-        ("1-3", "fsdp", "0.25x", "ok"),
-        ("-", "single", "-", "failed"),
-        ("-", "hsdp", "-", "diverged"),
-    ]
+        ("1-3", "pdp", "1.00x", "ok"), ("1-3", "ddp", "0.50x", "ok"), ("1-3", "fsdp", "0.25x", "ok"),
+        ("-", "single", "-", "failed"), ("-", "hsdp", "-", "diverged"),
+    ]  # fmt: skip
 
 
 def test_a_reason_of_several_runs_is_told_once():
@@ -169,7 +166,7 @@ class TestRepeats:
         assert "±" in text
 
 
-def test_what_is_so_of_several_runs_is_told_once():
+def test_common_remarks_appear_once():
     mfu, check = "a CPU has no data-sheet peak", "unsound: rank 1 is slow"
     known = {"metrics": {**run()["metrics"], "mfu": None, "mfu_reason": mfu}, "remarks": {"check": check}}
     text = render([run("ddp", **known), run("fsdp", **known), run("pdp", remarks={}, metrics=known["metrics"])])
@@ -180,7 +177,7 @@ def test_what_is_so_of_several_runs_is_told_once():
 LARGE = run("pdp", 123456789.0, world_size=1024, global_batch=16384, layout={"replicate": 128, "pipeline": 8})
 
 
-def test_what_is_not_comparable_has_a_table_and_ranks_of_its_own():
+def test_incomparable_runs_have_separate_tables():
     """Models of another size, and other global batches, whose samples or tokens are other work."""
     runs = [run(one, rate, global_batch=batch) for batch, rate in ((16, 9.0), (4, 5.0)) for one in ("ddp", "fsdp")]
     text = render([*runs, run("pdp", 99.0, parameters=7, config={"model": {"depth": 1}})], 200)
@@ -249,22 +246,17 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
     (single / "events.out.tfevents.0").touch()
     (single / "trace.json.gz").write_bytes(bytes(2048))
     assert closing_lines(single, [DDP]).splitlines() == [
-        "records      'out puts/0'/record.json",
-        f"phases       {command('explain')} 'out puts/0'",
-        "trace        'out puts/0'/trace.json.gz (2 KiB)",
-        "             (open it at https://ui.perfetto.dev)",
+        "records      'out puts/0'/record.json", f"phases       {command('explain')} 'out puts/0'",
+        "trace        'out puts/0'/trace.json.gz (2 KiB)", "             (open it at https://ui.perfetto.dev)",
         "TensorBoard  tensorboard --logdir 'out puts/0'",
-    ]
+    ]  # fmt: skip
     append_result(sweep, run().written)
     assert closing_lines(sweep, [run(), DDP]).splitlines() == [
-        "records      'out puts'/results.jsonl",
-        f"phases       {command('explain')} 'out puts'",
-        f"report       {command('report')} 'out puts'",
-        "trace        'out puts'/*/trace.json.gz (2 KiB)",
-        "             (open it at https://ui.perfetto.dev)",
-        "TensorBoard  tensorboard --logdir 'out puts'",
+        "records      'out puts'/results.jsonl", f"phases       {command('explain')} 'out puts'",
+        f"report       {command('report')} 'out puts'", "trace        'out puts'/*/trace.json.gz (2 KiB)",
+        "             (open it at https://ui.perfetto.dev)", "TensorBoard  tensorboard --logdir 'out puts'",
         "             (HPARAMS tab: sort by summary/throughput)",
-    ]
+    ]  # fmt: skip
     (sweep / "nested").mkdir()
     single.rename(sweep / "nested" / "0")
     assert closing_lines(sweep, [run()]).splitlines()[2:5] == [
@@ -341,7 +333,7 @@ def beside(*taken, **gpus):
         (beside(1.5, gpu_ranks=[1]), ["other processes use the GPU of rank 1 during fsdp"]),
     ],
 )  # fmt: skip
-def test_what_else_is_to_be_known_of_a_run_is_said_below(changes, said):
+def test_remarks_below_the_table(changes, said):
     def trained(parallel, **changes):
         config = {"seed": 0, "parallel": {"name": parallel}}
         return run(parallel, **{"final_loss": 2.6, "steps": 60, "config": config} | changes)
@@ -358,7 +350,7 @@ def test_other_load_is_told_once_for_all_rows():
     assert said == ["other processes took 0.7 of 2 cores, at most, during ddp (2 of 3 runs), fsdp (1 of 3 runs)"]
 
 
-def test_what_was_not_measured_in_turns_is_told():
+def test_runs_not_measured_in_turns_are_named():
     """As where a configuration failed in every block, was mended, and ran the next day."""
     ddp, fsdp, pdp = (repeated(name, [1000.0, 1010.0, 990.0]) for name in ("ddp", "fsdp", "pdp"))
     for one, hours in ((ddp, (1, 4, 5)), (fsdp, (2, 3, 6)), (pdp, (20, 21, 22))):
@@ -372,7 +364,7 @@ def test_what_was_not_measured_in_turns_is_told():
     assert "turns" not in render([*ddp, *fsdp], 300) + render(single, 300)
 
 
-def test_what_was_measured_on_other_devices_is_told():
+def test_differing_devices_are_named():
     machines = {"ddp": ["A100", "A100"], "fsdp": ["H100"], "pdp": [], "hsdp": ["H100"]}
     runs = [run(name, environment={"devices": gpus, "cpu": "Xeon"}) for name, gpus in machines.items()]
     broken = failed("tp", "broken") | {"environment": {"devices": ["V100"]}}
@@ -455,7 +447,7 @@ class TestOtherWorkloads:
             ({"question": 1}, "cannot be shown: KeyError: 'answer'"),
         ],
     )
-    def test_what_cannot_be_shown_hides_no_reason(self, found, why):
+    def test_unshowable_results_keep_the_reason(self, found, why):
         error = {"rank": 1, "type": "RuntimeError", "message": "no answer", "traceback": ""}
         record = guest(self.TYPED, found, status="failed", error=error)
         first, *rest = render([record], 100, {self.TYPED}).splitlines()

@@ -95,11 +95,9 @@ def test_the_phases_that_take_time_are_points_at_the_last_step(tmp_path):
     events = written(tmp_path, record)
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("step_seconds/")]
     assert {tag.partition("/")[2]: values(events, tag) for tag in tags} == {
-        "forward": [(2, pytest.approx(0.05))],
-        "backward": [(2, pytest.approx(0.02))],
-        "exposed_communication": [(2, pytest.approx(0.015))],
-        "other": [(2, pytest.approx(0.015))],
-    }
+        "forward": [(2, pytest.approx(0.05))], "backward": [(2, pytest.approx(0.02))],
+        "exposed_communication": [(2, pytest.approx(0.015))], "other": [(2, pytest.approx(0.015))],
+    }  # fmt: skip
     assert sorted(events.Tags()["scalars"])[0] == "speed/tokens_per_second"  # TensorBoard shows it first
 
 
@@ -119,13 +117,9 @@ def test_the_run_is_one_session_with_its_hparams_and_metrics(tmp_path):
     assert [hparams[name].number_value for name in ("ranks", "batch")] == [2, 16]
     summary = {tag: values(events, tag) for tag in events.Tags()["scalars"] if tag.startswith("summary/")}
     assert summary == {
-        "summary/ok": [(2, 1.0)],
-        "summary/throughput": [(2, 4096.0)],
-        "summary/step_seconds_median": [(2, 0.5)],
-        "summary/peak_memory_bytes": [(2, 400.0)],
-        "summary/last_loss": [(2, 3.5)],
-        "summary/top1": [(2, 0.75)],
-    }
+        "summary/ok": [(2, 1.0)], "summary/throughput": [(2, 4096.0)], "summary/step_seconds_median": [(2, 0.5)],
+        "summary/peak_memory_bytes": [(2, 400.0)], "summary/last_loss": [(2, 3.5)], "summary/top1": [(2, 0.75)],
+    }  # fmt: skip
     end = plugin_data(events, metadata.SESSION_END_INFO_TAG).session_end_info
     assert end.status == api_pb2.STATUS_SUCCESS
 

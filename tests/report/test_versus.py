@@ -113,10 +113,10 @@ class TestStatus:
         ("factor", "threshold", "expected"),
         [(0.8, None, 1), (0.8, 0.1, 1), (0.8, 0.3, 0), (1.2, 0.01, 0), (1.0, None, 0), (1.0, 0.1, 0), (1.0, 0.001, 3)],
     )
-    def test_what_is_slower_by_so_much_fails(self, factor, threshold, expected):
+    def test_gate_fails_beyond_the_threshold(self, factor, threshold, expected):
         assert status(match(before(), after("ddp", factor)), threshold) == expected
 
-    def test_what_is_slower_by_less_passes_only_if_the_interval_excludes_more(self):
+    def test_gate_passes_only_if_the_interval_excludes_the_threshold(self):
         """Slower by 2 %, with an interval from 1 % to 3 %."""
         found = match(before(), after("ddp", 0.98))
         (pair,) = found.pairs
@@ -152,7 +152,7 @@ class TestStatus:
             ({"status": "failed", "error": {"type": "CANCELLED", "message": "SLURM ended job 7"}}, "cancelled"),
         ],
     )
-    def test_what_was_interrupted_is_left_out_and_named(self, threshold, ended, word):
+    def test_interrupted_runs_are_left_out_and_named(self, threshold, ended, word):
         gone = [run("ddp", metrics=None, directory=f"outputs/after/{n}", **ended) for n in (7, 8)]
         found = match(before(), [*after(), *gone])
         assert (found.pairs[0].verdict, status(found, threshold)) == ("no difference seen", 0)
@@ -162,7 +162,7 @@ class TestStatus:
         nothing = match(gone, after())
         assert (nothing.pairs[0].verdict, status(nothing, threshold)) == ("not enough data", 3)
 
-    def test_what_no_longer_begins_fails(self):
+    def test_configuration_that_no_longer_starts_fails(self):
         """Jobs whose nodes fail never know how many ranks they have."""
         lost = failed("ddp", "SLURM ended job 7: NODE_FAIL", rank=-1)
         gone = [lost | {"world_size": None, "nodes": None, "directory": f"outputs/after/{n}"} for n in range(3)]
@@ -256,7 +256,7 @@ class TestText:
         assert row.endswith("slower")
         assert remarks == []
 
-    def test_what_would_have_been_seen_is_said_unless_hardly_anything_is_known(self):
+    def test_detectable_difference_is_shown(self):
         found = match(before(), after())
         known = found.pairs[0].known
         seen = f"{known.detectable:.1%} detectable (90% power)"

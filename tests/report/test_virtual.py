@@ -25,10 +25,7 @@ FIELDS = {
         "communicators": [3, 3],
         "host_seconds": [0.012, 0.034],
         "kernels": {"product": [10, 8], "copy": [0, 2]},
-        "messages": {
-            "all_gather": {"calls": 4.0, "bytes": 1000.0},
-            "send": {"calls": 2.0, "bytes": None},
-        },
+        "messages": {"all_gather": {"calls": 4.0, "bytes": 1000.0}, "send": {"calls": 2.0, "bytes": None}},
         "reason": None,
     },
     "memory": {"ranks": {"weights": [GIB, GIB], "activations": [2 * GIB, GIB]}},
@@ -159,11 +156,9 @@ def test_predicted_steps_order_plans_in_tables_and_lines():
             return run(layout, **fields)
         parts = {"products": seconds, "host": 0.0}
         step = {
-            "step_seconds": seconds,
-            "low": seconds / 1.25,
-            "high": seconds * 1.25,
+            "step_seconds": seconds, "low": seconds / 1.25, "high": seconds * 1.25,
             "tokens_per_second": 1e3 / seconds,
-        }
+        }  # fmt: skip
         step |= {"mfu": 0.05 / seconds, "bound_by": "products", "parts": parts, "errors": {"products": 0.1}}
         return run(layout, **fields, predicted=step)
 

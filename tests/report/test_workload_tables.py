@@ -58,11 +58,9 @@ class TestHello:
         one, other = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "4"}
         ranks = [rank(number, settings=settings) for number, settings in enumerate((one, other, one, one))]
         assert hello_table(convert(hello(*ranks), Hello), 100).splitlines()[7:] == [
-            "NCCL_DEBUG=INFO  (ranks 0,2-3)",
-            "NCCL_DEBUG=(not set)  (rank 1)",
-            "OMP_NUM_THREADS=1  (ranks 0,2-3)",
+            "NCCL_DEBUG=INFO  (ranks 0,2-3)", "NCCL_DEBUG=(not set)  (rank 1)", "OMP_NUM_THREADS=1  (ranks 0,2-3)",
             "OMP_NUM_THREADS=4  (rank 1)",
-        ]
+        ]  # fmt: skip
 
 
 def product(median, **names):
@@ -122,16 +120,11 @@ class TestMatmul:
 def collective(op="all_reduce", size=2**20, **changes):
     moves = op != "barrier"
     return {
-        "op": op,
-        "dtype": "fp32" if moves else None,
-        "reduction": "sum" if op == "all_reduce" else None,
-        "bytes": size if moves else 0,
-        "ranks": 4,
-        "repetitions": 10,
-        "seconds": {"median": 1e-3, "p5": 9e-4, "p95": 2e-3},
-        "algbw": 2e9 if moves else None,
+        "op": op, "dtype": "fp32" if moves else None, "reduction": "sum" if op == "all_reduce" else None,
+        "bytes": size if moves else 0, "ranks": 4, "repetitions": 10,
+        "seconds": {"median": 1e-3, "p5": 9e-4, "p95": 2e-3}, "algbw": 2e9 if moves else None,
         "busbw": 3e9 if moves else None,
-    } | changes
+    } | changes  # fmt: skip
 
 
 def collectives(*results, **changes):
@@ -241,10 +234,8 @@ class TestCheck:
         assert "links         12 GB/s at most, rank 1 to rank 0 least with 9 GB/s; latency 2 to 3 µs" in lines
         assert "all_reduce    1 MiB: 1,000 µs, its result checked" in lines
         assert lines[-3:] == [
-            "versions      torch 2.15.0",
-            "note          the fabric is shared",
-            "verdict       sound (tolerance 5%)",
-        ]
+            "versions      torch 2.15.0", "note          the fabric is shared", "verdict       sound (tolerance 5%)",
+        ]  # fmt: skip
 
     def test_findings_fold_after_the_verdict_and_a_busy_machine_is_called_so(self):
         lines = verdict("rank 1 is slow", "torch differs", attempts=5)

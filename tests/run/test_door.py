@@ -69,10 +69,8 @@ def test_from_the_command_line_to_the_work_a_run_passes_few_functions(tmp_path, 
     assert in_rank[0][1] == "take_part"
     between = [("launch/local.py", "start"), ("launch/local.py", "_begin"), ("run/ranks.py", "_as_rank")]
     path = [
-        *before_the_ranks(tmp_path, monkeypatch),
-        *((str(PACKAGE / file), name) for file, name in between),
-        *in_rank,
-    ]
+        *before_the_ranks(tmp_path, monkeypatch), *((str(PACKAGE / file), name) for file, name in between), *in_rank,
+    ]  # fmt: skip
     assert len(path) <= 20, path
     assert len({file for file, _ in path}) <= 12
 

@@ -46,12 +46,10 @@ def test_another_file_chooses_its_cluster(flag):
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("profile=true", "profile.trace=true"),
-        ("profile=false", "profile.steps=0"),
-        ("repeat=1", "repeat.runs=1"),
+        ("profile=true", "profile.trace=true"), ("profile=false", "profile.steps=0"), ("repeat=1", "repeat.runs=1"),
         ("repeat.max=5", "repeat.max=5"),
     ],
-)
+)  # fmt: skip
 def test_a_group_alone_is_short_for_its_options(typed, meant):
     words = ["parallel=fsdp", typed, "profile.steps=3"]
     assert commandline.with_implied(line(words)) == ["parallel=fsdp", meant, "profile.steps=3"]

@@ -98,12 +98,7 @@ class TestMisspellings:
         assert line.startswith(f"{wrong}: there is no such option; try {meant}")
 
     @pytest.mark.parametrize(
-        ("override", "meant"),
-        [
-            ("model=gpt_tyny", "gpt_tiny"),
-            ("model=resnet", "resnet50"),
-            ("parallel=DDP", "ddp"),
-        ],
+        ("override", "meant"), [("model=gpt_tyny", "gpt_tiny"), ("model=resnet", "resnet50"), ("parallel=DDP", "ddp")]
     )
     def test_a_choice_of_a_group(self, override, meant):
         (line,) = refused(override)

@@ -260,7 +260,7 @@ class TestRefused:
         (line,) = done.stderr.strip().splitlines()
         return line
 
-    def test_what_is_no_run(self, tmp_path):
+    def test_directory_without_a_run_is_refused(self, tmp_path):
         assert "resume=nowhere: there is no run" in self.refused("resume=nowhere", cwd=tmp_path)
 
     def test_another_model_with_the_difference(self, ended, tmp_path):

@@ -135,11 +135,11 @@ TOLD = {
 
 class TestRefused:
     @pytest.mark.parametrize(("typed", "rule"), TOLD.items())
-    def test_one_problem_is_one_message(self, typed, rule):
+    def test_each_refusal_is_one_line(self, typed, rule):
         told = refused(*typed.split(), device="auto" if "virtual" in typed else "cpu")
         assert told == [Abridged(f"{typed.split()[-1]}: {rule}")]
 
-    def test_near_what_gloo_cannot_send_of_a_gpu_there_is_what_it_can(self):
+    def test_gloo_is_accepted_for_layouts_that_it_can_send(self):
         for layout in (
             "parallel=ddp parallel.context=2", "parallel=tp", "parallel=fsdp", "model=moe_tiny parallel=ep",
             "optimizer=muon", "optimizer=muon parallel=fsdp offload=optimizer_and_weights",
@@ -148,7 +148,7 @@ class TestRefused:
         assert make("virtual=h100", "parallel=pdp", device="auto").backend == "nccl"
         assert make("backend=gloo", *RING.split()).device_type == "cpu"
 
-    def test_what_only_a_gpu_can_do(self):
+    def test_cuda_and_nccl_need_a_gpu(self):
         assert refused("device=cuda", "backend=nccl") == [
             "device=cuda: this machine has no GPU that torch can use; try auto, cpu",
             "backend=nccl: NCCL moves data between GPUs, and the ranks of this run have none; try auto, gloo",
@@ -204,7 +204,7 @@ class TestRefused:
         assert [line.partition("=")[0] for line in refused(*surprising)] == names
 
     @pytest.mark.parametrize("batch", [16, 18])
-    def test_what_is_offered_really_would_do(self, batch):
+    def test_offered_batches_are_accepted(self, batch):
         make(f"train.global_batch={batch}")
 
 
@@ -228,14 +228,14 @@ class TestUpdatesOfTheUser:
              "lr_schedule._target_=types.SimpleNamespace: has no factor(); write it as ptdbench.optim.…"),
         ],
     )  # fmt: skip
-    def test_one_that_could_not_take_a_step_is_refused_before(self, overrides, told):
+    def test_optimizer_that_cannot_step_is_refused(self, overrides, told):
         without = ("~optimizer.momentum", "~optimizer.weight_decay", "~lr_schedule.warmup_steps")
         assert refused("model=toy", "optimizer=sgd", *without, *overrides) == [Abridged(told)]
 
     @pytest.mark.parametrize(
         ("name", "told"), [("Counter", "steps as int"), ("GroupCounter", "k in its parameter groups")]
     )
-    def test_one_with_numbers_that_no_checkpoint_holds_is_refused_before(self, name, told):
+    def test_optimizer_with_unsavable_state_is_refused(self, name, told):
         typed = ("model=toy", "optimizer=sgd", "~optimizer.momentum", "~optimizer.weight_decay",
                  f"optimizer._target_={__name__}.{name}")  # fmt: skip
         make(*typed)
@@ -284,16 +284,16 @@ class TestModelsOfTheUser:
             ("tests.setup.test_run_spec.mute", "=(its options): cannot be built: (no message: the exception's own "),
         ],
     )
-    def test_one_that_cannot_be_built(self, target, told):
+    def test_unbuildable_model_is_refused(self, target, told):
         assert refused("model=custom", f"model._target_={target}", *VECTORS) == [Abridged(f"model{told}…")]
 
     @pytest.mark.parametrize("target", ["no_such_package.Net", "torch.nn.Linear"])
-    def test_one_under_the_options_of_another(self, target):
+    def test_class_under_another_models_options_is_refused(self, target):
         """What a person tries first: the class without ``model=custom``."""
         told = f"model._target_={target}: … the options of model=toy; try model=custom model._target_={target}, which …"
         assert refused("model=toy", f"model._target_={target}")[-1] == Abridged(told)
 
-    def test_one_that_has_no_accuracy(self):
+    def test_model_without_accuracy_is_refused_as_objective(self):
         options = (f"model._target_={made_task.__name__}.OnlyLoss", "eval.every=5", "objective=held_out_accuracy")
         (line,) = refused(*made_task.TASK, *options)
         rule = "forward() of model=OnlyLoss takes targets and returns a loss alone"
@@ -310,7 +310,7 @@ class TestModelsOfTheUser:
             (["parallel=pdp"], "parallel.pipeline=auto: … each stage runs it for each micro-batch; try parallel=ddp"),
         ],
     )  # fmt: skip
-    def test_one_that_changes_weights_in_its_forward_pass(self, options, told):
+    def test_weights_changed_in_forward_exclude_options(self, options, told):
         make(*custom("momentum"), "parallel=ddp", "parallel.optimizer=zero1")
         rule = "the model's forward pass changes weights in place, 0.slow.weight for one, and"
         assert refused(*custom("momentum"), *options) == [told.replace("…", rule)]
@@ -323,7 +323,7 @@ class TestModelsOfTheUser:
             (["parallel=fsdp"], "FSDP has them in shards then; try calling layer(x), or parallel=ddp"),
         ],
     )
-    def test_one_that_calls_its_layers_by_another_method(self, options, told):
+    def test_layers_called_by_another_method_exclude_options(self, options, told):
         make(*custom("by_method"), "compile=whole", "parallel=ddp")
         (line,) = refused(*custom("by_method"), *options)
         assert line.endswith(f", layers.0.weight for one, and {told}")
@@ -336,7 +336,7 @@ class TestModelsOfTheUser:
             (["parallel=pdp"], "no stage holds them"),
         ],
     )
-    def test_one_that_changes_buffers(self, options, told):
+    def test_buffers_changed_in_forward_exclude_options(self, options, told):
         make(*custom("counts"), "parallel=fsdp", "activations=recompute", "precision=bf16")
         lines = refused(*custom("counts"), *options)
         assert Abridged(f"…the model's forward pass changes buffers…{told}…") in lines
@@ -355,17 +355,17 @@ class TestModelsOfTheUser:
             ("random", ["activations=recompute"], None),
         ],
     )  # fmt: skip
-    def test_one_that_a_layout_or_lever_does_not_take(self, kind, options, told):
+    def test_odd_parameters_exclude_layouts_and_levers(self, kind, options, told):
         words = ["model=custom", f"model._target_={__name__}.Odd", f"+model.kind={kind}", *options]
         words += ["data.inputs=8", "data.outputs=8"]
         assert make(*words) if told is None else refused(*words)[0].startswith(told)
 
-    def test_one_whose_weights_are_bounded_in_its_forward_pass_may_run_it_again(self):
+    def test_bounded_embedding_is_accepted_with_recomputation(self):
         make(*custom("Bounded"), "activations=recompute", "parallel=single")
         (told,) = refused(*custom("Bounded"), "precision=bf16", "parallel=single")
         assert "changes weights in place, rows.weight for one, and it has narrow copies" in told
 
-    def test_one_that_needs_options(self):
+    def test_missing_model_options_are_named(self):
         found = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_feature=4", *VECTORS)
         assert found == [
             "model.in_feature=4: there is no such option; try model.in_features, model.out_features",

@@ -60,11 +60,9 @@ class Class:
 
 def test_everything_is_told_at_once():
     assert told(function, {"rate": "high", "mode": "quick", "sise": 3}) == [
-        "rate=high: must be a number",
-        "mode=quick: must be fast or slow",
-        "sise=3: there is no such option; try size",
-        "size=(not set): must be given",
-    ]
+        "rate=high: must be a number", "mode=quick: must be fast or slow",
+        "sise=3: there is no such option; try size", "size=(not set): must be given",
+    ]  # fmt: skip
 
 
 def test_constructors_are_judged_by_what_can_be_seen_of_them():

@@ -12,13 +12,9 @@ from ptdbench.records import ledger, ownership, record, store
 from ptdbench.records.failure import Failure
 
 CONFIG = {
-    "workload": {"name": "train", "label": "toy_ddp"},
-    "model": {"name": "toy"},
-    "parallel": {"name": "ddp"},
-    "train": {"global_batch": 16},
-    "cluster": {"time_minutes": 60},
-    "precision": "fp32",
-}
+    "workload": {"name": "train", "label": "toy_ddp"}, "model": {"name": "toy"}, "parallel": {"name": "ddp"},
+    "train": {"global_batch": 16}, "cluster": {"time_minutes": 60}, "precision": "fp32",
+}  # fmt: skip
 
 #: The name of the array in the queue.
 NAME = "ptdbench-sweep-3d737b7c"
@@ -96,18 +92,12 @@ class Directory:
         """Runs 0 to ``count - 1`` are submitted as elements of job 7, whose id is noted down if it is ``known``."""
         jobs = [
             ledger.Job(
-                number=number,
-                name=NAME,
-                element=number,
-                id=f"7_{number}" if known else None,
-                label="toy_ddp",
-                shape="2 nodes x 2 ranks",
-                overrides=["model=toy"],
-                directory=self.begin(number).name,
+                number=number, name=NAME, element=number, id=f"7_{number}" if known else None, label="toy_ddp",
+                shape="2 nodes x 2 ranks", overrides=["model=toy"], directory=self.begin(number).name,
                 log=str(self.path / "logs" / f"7_{number}"),
             )
             for number in range(count)
-        ]
+        ]  # fmt: skip
         ledger.write(self.path, ledger.Ledger(["model=toy"], jobs))
         return jobs
 

@@ -55,7 +55,7 @@ def done(folder: Path, name: str = "0_toy_ddp", status: str = "ok") -> dict:
     return written
 
 
-def test_what_is_done_or_queued_or_not_meant_is_left_alone(asked, tmp_path):
+def test_finished_queued_and_other_runs_are_skipped(asked, tmp_path):
     runs = asked("train.global_batch=16,32,64,15")
     Agenda(tmp_path, runs).open(0)
     written = done(tmp_path)
@@ -72,7 +72,7 @@ def test_what_is_done_or_queued_or_not_meant_is_left_alone(asked, tmp_path):
     ("status", "again"),
     [("ok", False), ("diverged", False), *((status, True) for status in ("failed", "oom", "timeout", "preempted"))],
 )
-def test_what_would_end_in_the_same_way_is_not_repeated(asked, tmp_path, status, again):
+def test_ok_and_diverged_runs_are_not_repeated(asked, tmp_path, status, again):
     Agenda(tmp_path, asked("seed=0")).open(0)
     done(tmp_path, status=status)
     assert bool(Agenda(tmp_path, asked("seed=0")).open(0)) is again
@@ -203,7 +203,7 @@ class TestRepeats:
         assert not agenda("parallel=ddp,fsdp", "repeat.runs=4").is_settled(6)
         assert not replace(found, only="6_toy_ddp").is_settled(6)  # the one that is meant
 
-    def test_what_is_refused_is_one_row_and_not_one_for_each_block(self, agenda, tmp_path):
+    def test_refused_run_is_one_row_for_all_blocks(self, agenda, tmp_path):
         found = agenda("train.global_batch=15,16", "repeat.runs=3")
         assert sum(found.open(number) is not None for number in range(6)) == 3
         (row,) = store.read_results(tmp_path)

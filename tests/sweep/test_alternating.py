@@ -110,7 +110,7 @@ class TestAuto:
         return it
 
     @pytest.mark.parametrize("faster", [1.05, 1.0], ids=["different", "tied"])
-    def test_what_is_settled_is_seen_at_the_first_look(self, compared, capsys, faster):
+    def test_settled_pair_ends_at_the_first_look(self, compared, capsys, faster):
         assert len(compared(faster)) == 2 * 4
         assert capsys.readouterr().err.splitlines()[-1] == "4 blocks of at most 12: settled"
 
@@ -119,7 +119,7 @@ class TestAuto:
         said = capsys.readouterr().err.splitlines()
         assert "3 blocks of at most 8: not settled between before and after of ddp" in said
 
-    def test_what_is_neither_goes_on_to_the_most_and_is_named_once_at_each_look(self, compared, capsys):
+    def test_unsettled_pair_runs_to_the_maximum_and_is_named(self, compared, capsys):
         assert compared(1.0, tied_within=0.0)[-1][1] == 11
         said = [line for line in capsys.readouterr().err.splitlines() if "settled" in line]
         open_pair = "not settled between before and after of ddp"
@@ -141,7 +141,7 @@ def test_where_every_run_of_a_block_fails_on_both_sides_it_ends(carried_out, cap
     assert (said in capsys.readouterr().err.splitlines()) == (blocks == 1)
 
 
-def test_what_is_refused_ends_it_at_once(tmp_path, stubs):
+def test_refused_side_ends_the_comparison(tmp_path, stubs):
     with pytest.raises(ConfigError, match="did not run it"):
         alternating.run(stubs(leaves=0), [], repeat(2), tmp_path / "out")
     assert len(started(tmp_path)) == 1
@@ -176,7 +176,7 @@ class TestInterpreters:
         assert (before.name, after.name, before.directory) == ("before", "after", tmp_path)
         assert (before.python, after.python) == (str(tmp_path / "python"), sys.executable)
 
-    def test_one_that_is_none_and_one_without_ptdbench(self, tmp_path):
+    def test_unusable_interpreters_are_refused(self, tmp_path):
         with pytest.raises(ConfigError, match=r"^--python=nowhere/python: there is no such interpreter; try "):
             alternating.interpreters(["nowhere/python", sys.executable])
         bare = tmp_path / "python"
@@ -235,7 +235,7 @@ class TestCheckouts:
         assert self.refused("one", "two") == "--checkout=one: there is no git on PATH; install git"
 
     @pytest.mark.parametrize("entry", ["", "{top}/code", "{top}"])
-    def test_what_leads_to_the_working_tree_leads_to_the_checkout(self, repository, monkeypatch, entry):
+    def test_pythonpath_entries_lead_to_the_checkout(self, repository, monkeypatch, entry):
         monkeypatch.setenv("PYTHONPATH", f"{entry.format(top=repository)}{os.pathsep}/elsewhere")
         with alternating.checkouts(["one", "two"], ["model._target_=mine.Mine"]) as sides:
             for side in sides:

@@ -78,7 +78,7 @@ def sweep_of(written: bytes, result: bytes, progress: bytes = b"") -> str:
         (WHOLE | {"final_loss": float("nan")}, "NaN is not JSON"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(tmp_path, text, wrong):
+def test_damage_is_one_line(tmp_path, text, wrong):
     written = text if isinstance(text, bytes) else json.dumps(text).encode()
     assert "toy ddp" in sweep_of(written, written + b"\n", written)
     (tmp_path / store.RECORD).write_bytes(written)

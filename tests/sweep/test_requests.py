@@ -17,10 +17,7 @@ from ptdbench.sweep import requests
 from tests.refusals import Abridged, refusal_of
 
 #: Four nodes of eight GPUs by default, two without.
-PARTITIONS = [
-    Partition("gpu", is_default=True, gpus=(8,)),
-    Partition("cpu", is_default=False, gpus=(0,)),
-]
+PARTITIONS = [Partition("gpu", is_default=True, gpus=(8,)), Partition("cpu", is_default=False, gpus=(0,))]
 
 TOY = ("cluster=slurm", "model=toy", "train.global_batch=32")
 

@@ -24,12 +24,9 @@ from tests.refusals import Abridged, refusal_of
 
 #: The test cluster's partitions and two more kinds.
 KNOWN = [
-    Partition("debug", True, (2,)),
-    Partition("short", False, (2,)),
-    Partition("gpu", False, (8,)),
-    Partition("mixed", False, (0, 4)),
-    Partition("cpu", False, (0,)),
-]
+    Partition("debug", True, (2,)), Partition("short", False, (2,)), Partition("gpu", False, (8,)),
+    Partition("mixed", False, (0, 4)), Partition("cpu", False, (0,)),
+]  # fmt: skip
 
 ONE_EACH = Shape(1, 2, 2, None)
 

@@ -66,7 +66,7 @@ def test_lists_are_a_sweep_in_one_job_and_what_auto_came_to_is_stated():
         (["++cluster.extra.nice=100"], {"--nice=100"}),
     ],
 )
-def test_what_is_for_sbatch_leaves_nothing_in_the_command(overrides, expected):
+def test_sbatch_options_are_not_in_the_command(overrides, expected):
     flags, command = written(*overrides)
     assert expected <= set(flags)
     own = [word for word in command if word.lstrip("+")[:2] in ("cl", "hy") and word != "cluster=local"]
@@ -131,7 +131,7 @@ class TestForAnotherCluster:
         assert "\nsrun " in text
         return remarks
 
-    def test_what_slurm_here_would_refuse_is_a_remark_and_contradictions_stay_refused(self, monkeypatch):
+    def test_local_slurms_refusal_is_only_a_remark(self, monkeypatch):
         monkeypatch.setattr(slurm, "available", lambda: True)
         monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, (2,))])
         assert {"--nodes=3", "--partition=far"} <= set(written("cluster.nodes=3", "cluster.partition=far")[0])

@@ -40,7 +40,7 @@ class TestOnThisMachine:
         assert [run.job for run in seen.runs] == [None] * 4
         assert sweep.asked == []
 
-    def test_it_is_not_over_between_two_of_its_runs(self, sweep):
+    def test_sweep_is_not_over_between_two_runs(self, sweep):
         sweep.begin(0)
         sweep.end(0)
         assert status.settle(sweep.path).is_over
@@ -135,7 +135,7 @@ class TestSharedJob:
         assert shown(sweep) == ["ok", "failed", "RUNNING n1", "waits in its job"]
         assert [run.queue is not None for run in status.settle(sweep.path).runs] == [False, False, True, True]
 
-    def test_what_the_end_of_the_job_leaves_open_is_concluded(self, sweep):
+    def test_open_runs_of_an_ended_job_are_concluded(self, sweep):
         jobs = sweep.submit_together(3)
         sweep.end(0)
         begin(sweep, 1)
@@ -143,7 +143,7 @@ class TestSharedJob:
         sweep.says(**{"": "FAILED n1"})
         assert states(sweep) == [("0_toy_ddp", True, "ok"), ("1_toy_ddp", True, "oom"), ("2_toy_ddp", True, "failed")]
 
-    def test_what_the_script_says_is_of_runs_that_had_begun(self, sweep):
+    def test_script_log_concerns_only_runs_that_began(self, sweep):
         first, second = sweep.submit_together(2)
         begin(sweep, 0)
         sweep.log(replace(first, log=str(Path(first.log).parent)), 0, "srun: error: n1: task 0: Out Of Memory\n")
@@ -288,7 +288,7 @@ class TestEndedByTheCluster:
         assert expected in run.record.error.message.split("; its output")[0]
         assert "srun" not in run.record.error.message
 
-    def test_what_slurm_says_of_a_job_before_its_folder_is_there(self, sweep):
+    def test_slurmd_error_before_the_log_folder_is_the_reason(self, sweep):
         sweep.submit(1)
         sweep.says(_0="FAILED n1")
         (sweep.path / "logs").mkdir()
@@ -354,7 +354,7 @@ class TestEndedByTheCluster:
             assert seen == [*told_by_slurm, ("preempted", "Stopped")]
         assert sweep.asked == [["7_0", "7_1", "7_2", "7_3"], ["7_3"]]
 
-    def test_one_that_heard_a_signal_and_has_not_left_its_nodes_may_still_become_something_else(self, sweep):
+    def test_preempted_run_on_its_nodes_is_not_over(self, sweep):
         sweep.submit(2)
         for number in range(2):
             sweep.end(number, **HEARD)
@@ -363,7 +363,7 @@ class TestEndedByTheCluster:
         assert [(run.is_over, run.queue.state) for run in seen.runs] == [(False, "COMPLETING"), (False, "PENDING")]
 
     @pytest.mark.parametrize("silent", [True, False], ids=["no answer", "forgotten"])
-    def test_one_that_heard_a_signal_stays_as_it_is_where_slurm_says_no_more(self, sweep, silent):
+    def test_preempted_run_stays_so_without_word_from_slurm(self, sweep, silent):
         sweep.submit(1)
         sweep.end(0, **HEARD)
         sweep.queue = SlurmError("squeue is not on PATH") if silent else {}
@@ -381,7 +381,7 @@ class TestEndedByTheCluster:
         assert (waits, len(reads)) == ([status.GRACE], 3)
         assert len(sweep.results()) == 50
 
-    def test_what_the_job_wrote_last_may_be_seen_late(self, sweep, monkeypatch):
+    def test_record_written_late_is_still_read(self, sweep, monkeypatch):
         """Network file systems: the queue knows that the job has ended before its record can be read."""
         sweep.submit(1)
         sweep.says(_0="COMPLETED n1")
@@ -416,7 +416,7 @@ class TestDamaged:
         assert "\n" not in single.record.error.message
 
     @pytest.mark.parametrize("text", [b"{}", None], ids=["damaged", "gone"])
-    def test_one_that_was_submitted_is_over_when_its_job_is_and_is_left_as_it_is(self, sweep, text):
+    def test_damaged_submitted_run_is_over_with_its_job(self, sweep, text):
         sweep.submit(2)
         path = sweep.path / "0_toy_ddp" / store.RECORD
         path.write_bytes(text) if text else path.unlink()
@@ -463,7 +463,7 @@ def test_nothing_is_concluded_where_slurm_does_not_answer(sweep):
     assert [run.is_over for run in status.settle(sweep.path).runs] == [True, True, False]
 
 
-def test_nor_where_another_cluster_has_the_jobs(sweep, monkeypatch):
+def test_nothing_is_concluded_on_another_cluster(sweep, monkeypatch):
     (job,) = sweep.submit(1)
     ledger.add(sweep.path, [replace(job, cluster="there")])
     monkeypatch.setattr(slurm, "clusters", lambda: ["here"])

@@ -42,7 +42,7 @@ class TestArrays:
             "cluster.srun_args=[],[--label]", "+cluster.extra.nice=1,2",
         ],
     )  # fmt: skip
-    def test_what_is_told_otherwise_needs_another(self, asked, override):
+    def test_differing_job_options_need_separate_arrays(self, asked, override):
         assert numbers(asked(override)) == [[[0]], [[1]]]
 
 
@@ -66,7 +66,7 @@ class TestSameNodes:
              "cluster.requeue=true: … would begin again with the first one; omit one of them, and sweep.resume …"),
         ],
     )  # fmt: skip
-    def test_what_one_job_cannot_be(self, asked, overrides, line):
+    def test_runs_of_differing_shapes_are_refused_as_one_job(self, asked, overrides, line):
         runs = asked(*overrides, "sweep.same_nodes=true")
         assert Abridged(line) in refusal_of(arrays, runs).splitlines()
 
@@ -347,7 +347,7 @@ class TestFollowed:
             execute([])
         assert told == [set()]
 
-    def test_what_a_sweeper_chose_and_nobody_can_compose_ends_it_with_the_reason(self, search, tmp_path):
+    def test_uncomposable_choice_of_a_sweeper_ends_the_search(self, search, tmp_path):
         with pytest.raises(ConfigError, match=r"^command line=model=toy x=1: Could not override 'x'"):
             search(Agenda(tmp_path, searches=True), [[["model=toy", "x=1"]]])
 
@@ -375,7 +375,7 @@ def test_a_path_in_which_slurm_would_replace_something_is_refused(tmp_path, name
     submission.check_path(tmp_path)
 
 
-def test_what_slurm_would_refuse_and_what_is_refused_before(asked, monkeypatch, capsys):
+def test_submit_test_tells_both_kinds_of_refusals(asked, monkeypatch, capsys):
     monkeypatch.setattr(slurm, "test", Mock(side_effect=SlurmError("Invalid account")))
     runs = asked("train.global_batch=16,15")
     assert submission.show_test_only(runs, {}) == 1

@@ -147,7 +147,7 @@ class TestWidths:
         assert max(map(cell_len, drawn)) <= width
         assert [line.split()[0] for line in drawn[2:]] == ["0", "1", "2", "3"]
 
-    def test_what_matters_least_goes_first_is_said_and_the_state_and_the_path_of_a_log_stay(self, wide):
+    def test_narrow_table_keeps_state_and_log_path(self, wide):
         sweep = status.settle(wide.path)
         headings = {width: watch.table_lines(sweep, width)[0][0].split() for width in (200, 100, 80, 60, 40, 25)}
         assert headings == {
@@ -194,15 +194,13 @@ def steps(monkeypatch):
     return pending
 
 
-def test_what_was_submitted_can_be_followed_and_ended_from_any_shell(sweep, capsys):
+def test_announcement_has_the_commands_for_submitted_jobs(sweep, capsys):
     jobs = sweep.submit(3)
     watch.announce(sweep.path, jobs)
     assert capsys.readouterr().out.splitlines() == [
-        "submitted 3 jobs: 7_0 7_1 7_2",
-        f"status     python -m ptdbench status {sweep.path}",
-        "cancel     scancel 7",
+        "submitted 3 jobs: 7_0 7_1 7_2", f"status     python -m ptdbench status {sweep.path}", "cancel     scancel 7",
         f"output     {sweep.path}/logs",
-    ]
+    ]  # fmt: skip
 
 
 def test_a_job_of_several_runs_is_one_and_a_hundred_jobs_are_announced_in_few_words(sweep, capsys):
@@ -234,7 +232,7 @@ class TestFollowing:
             )
         ]  # fmt: skip
 
-    def test_it_waits_for_slurm_to_answer_and_ends_with_the_tracebacks_of_what_failed(self, sweep, steps, capsys):
+    def test_following_ends_with_the_tracebacks_of_failed_runs(self, sweep, steps, capsys):
         sweep.submit(2)
         sweep.queue = SlurmError("Unable to contact slurm controller")
         sweep.end(0, **failure(rank=3))
@@ -245,7 +243,7 @@ class TestFollowing:
         assert "0_toy_ddp, rank 3:\nTraceback (most recent call last):\nRuntimeError: on purpose\n" in said
         assert "1_toy_ddp, rank" not in said
 
-    def test_what_was_told_of_earlier_jobs_is_not_told_again(self, sweep, steps, capsys):
+    def test_following_announces_no_earlier_job_again(self, sweep, steps, capsys):
         sweep.submit(2)
         sweep.end(0, **failure())
         sweep.end(1)
@@ -262,7 +260,7 @@ class TestFollowing:
         assert watch.follow(sweep.path) == {"0_toy_ddp"}
         assert capsys.readouterr().err.splitlines()[-1] == "job 7_0 0_toy_ddp: ok"
 
-    def test_what_others_wrote_cannot_steer_the_terminal(self, sweep, steps, capsys):
+    def test_following_escapes_control_characters(self, sweep, steps, capsys):
         sweep.submit(2)
         sweep.end(0, **failure(message="\x1b[2J\x07 \x9b"))
         (_, job) = status.ledger.read(sweep.path).jobs
@@ -274,7 +272,7 @@ class TestFollowing:
         assert "\\x1b]0;title\\x07" in said
         assert plain(said) == said
 
-    def test_or_with_the_end_of_the_output_where_there_is_no_traceback(self, sweep, steps, capsys):
+    def test_following_ends_with_the_output_without_a_traceback(self, sweep, steps, capsys):
         (job,) = sweep.submit(1)
         sweep.log(job, 0, "".join(f"line {number}\n" for number in range(100)))
         sweep.log(job, 1, "")

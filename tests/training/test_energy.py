@@ -131,11 +131,9 @@ class TestOnAGpu:
         config = SimpleNamespace(train=SimpleNamespace(warmup_steps=3))
         training = SimpleNamespace(layout=SimpleNamespace(global_batch=4), data=SimpleNamespace(tokens_per_sample=5))
         of_rank: Any = SimpleNamespace(
-            spec=SimpleNamespace(config=config, virtual=None),
-            world=SimpleNamespace(rank=0),
-            device=torch.device("cuda", 0),
-            training=training,
-        )
+            spec=SimpleNamespace(config=config, virtual=None), world=SimpleNamespace(rank=0),
+            device=torch.device("cuda", 0), training=training,
+        )  # fmt: skip
         return EnergyMeter(of_rank, loop)
 
     def test_energy_is_read_when_it_has_finished(self, nvml):

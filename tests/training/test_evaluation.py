@@ -132,12 +132,10 @@ def expected(trained: Path) -> dict[str, Any]:
 @cases(
     ("strategy", "ranks", "micro_batch"),
     [
-        ("single", 1, 1000),
-        *((*layout, 10) for layout in LAYOUTS),
-        ("fsdp", 3, 60),
+        ("single", 1, 1000), *((*layout, 10) for layout in LAYOUTS), ("fsdp", 3, 60),
     ],  # in the last one rank has no sample
     daily=[("single", 1, 1000), ("ddp", 3, 10), ("fsdp parallel.pipeline=2", 4, 10), ("fsdp", 3, 60)],
-)
+)  # fmt: skip
 def test_every_layout_says_what_a_plain_loop_says(shared_run, trained, expected, strategy, ranks, micro_batch):
     options = (*f"parallel={strategy}".split(), f"cluster.ranks_per_node={ranks}", f"eval.micro_batch={micro_batch}")
     assert judged(shared_run, trained, *options) == expected
@@ -160,7 +158,7 @@ def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
 
 @pytest.mark.ranks
 @cases("strategy", ["ddp", "fsdp"], daily=["ddp"])
-def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpoint(shared_run, strategy):
+def test_final_evaluation_equals_one_ranks_of_the_checkpoint(shared_run, strategy):
     # Replicas' batch norms have seen different samples: all must judge with those that are saved.
     steps = ("train.steps=5", "eval.every=5", "eval.micro_batch=10")
     there = shared_run(*TASK, *steps, *f"parallel={strategy}".split(), "checkpoint.every_steps=5")

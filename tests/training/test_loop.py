@@ -50,7 +50,7 @@ def data() -> SyntheticVectors:
     return SyntheticVectors(inputs=6, outputs=4, seed=0)
 
 
-def test_who_still_reads_weights_is_told_before_they_change():
+def test_readers_of_weights_are_notified_before_updates():
     model, told = toy(), list[Tensor]()
 
     def weights() -> Tensor:

@@ -12,16 +12,9 @@ from ptdbench.training.metrics import Measurement, metrics
 
 # Two ranks, the first step slow; the others take 2.0 s in all.
 MEASURED = Measurement(
-    step_seconds=[9.0, 0.5, 0.25, 0.25, 1.0],
-    samples_per_step=16,
-    tokens_per_sample=128,
-    flops_per_sample=3e12,
-    flops_reason=None,
-    world_size=2,
-    device_name="NVIDIA A100-SXM4-80GB",
-    dtype="bf16",
-    warmup_steps=1,
-)
+    step_seconds=[9.0, 0.5, 0.25, 0.25, 1.0], samples_per_step=16, tokens_per_sample=128, flops_per_sample=3e12,
+    flops_reason=None, world_size=2, device_name="NVIDIA A100-SXM4-80GB", dtype="bf16", warmup_steps=1,
+)  # fmt: skip
 
 
 def figures(**changes: Any) -> Metrics:

@@ -77,14 +77,10 @@ def slow_replicate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 #: What is slowed down: the attribute, and what takes its place.
 PLACES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "data": (Feed, "_next_batch", asleep),
-    "forward": (Decoder, "forward", asleep),
-    "stage": (Stage, "forward", asleep),
-    "experts": (Experts, "forward", asleep),
-    "ring": (ring, "kernel", asleep),
-    "optimizer": (Update, "__call__", asleep),
-    "collective": (apply, "replicate", slow_replicate),
-}
+    "data": (Feed, "_next_batch", asleep), "forward": (Decoder, "forward", asleep),
+    "stage": (Stage, "forward", asleep), "experts": (Experts, "forward", asleep), "ring": (ring, "kernel", asleep),
+    "optimizer": (Update, "__call__", asleep), "collective": (apply, "replicate", slow_replicate),
+}  # fmt: skip
 
 
 #: When this rank slept, in seconds since the epoch.
@@ -171,7 +167,7 @@ STAGES = " ".join([*PIPELINE, "parallel.microbatches=2"])
         (f"{STAGES} parallel.schedule=1f1b", "stage", 1, "forward"),
     ],
 )
-def test_what_sleeps_on_one_rank_is_found_there_and_the_other_waits_for_it(tmp_path, layout, place, rank, phase):
+def test_sleep_is_found_in_its_phase_and_awaited_by_the_peer(tmp_path, layout, place, rank, phase):
     of_ranks = slowed(tmp_path, *layout.split(), place=place, ranks=[rank])
     if phase:
         assert of_ranks[rank].share(of_ranks[rank].phases[phase]) > 0.99
@@ -249,7 +245,7 @@ def test_as_many_steps_are_profiled_as_fit_into_a_minute(timed, count):
 
 
 @pytest.mark.parametrize(("timed", "host", "duration"), [(9.0, 4, 18), (5.0, 0, 14), (11.0, 6, 20)])
-def test_what_the_profiler_takes_is_the_hosts_that_a_gpu_waits_for(timed, host, duration):
+def test_profiler_overhead_is_subtracted_from_host_time(timed, host, duration):
     """Two steps of 10 s, of which the GPU waited 6 s: no kernel was slower than in a timed step."""
     of_rank = PhaseTimes(2, 20.0, {"forward": 14.0, "host": 6.0}, {}, [])
     left = profile._without_profiler(of_rank, timed)
@@ -285,7 +281,7 @@ def test_messages_of_one_kernel_of_nccl_begin_with_the_last_of_them():
         ("a kernel of somebody's own", "other"),
     ],
 )
-def test_what_a_kernel_is_for(name, expected):
+def test_kernel_kinds(name, expected):
     assert kernel_kind(name) == expected
 
 

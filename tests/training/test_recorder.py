@@ -72,7 +72,7 @@ def test_ranks_hold_no_more_steps_than_since_the_last_drain_and_each_has_its_own
 
 
 @pytest.mark.parametrize(("times", "steps"), [(2, 10), (99, 0)])
-def test_what_a_full_disk_does_not_take_is_written_later(alone, tmp_path, monkeypatch, times, steps):
+def test_series_are_written_after_a_full_disk(alone, tmp_path, monkeypatch, times, steps):
     append, tried = series.append, itertools.count()
 
     def full(path: Path, rows: np.ndarray) -> None:

@@ -40,15 +40,9 @@ def memory() -> dict[str, Any]:
     over, _ = pointer(1)
     cuda.cudaFree(c_void_p(all_of_it))
     return {
-        "start": start,
-        "page": start - after_one_byte,
-        "same_place": small == again,
-        "read_again": read_again,
-        "all_of_it": full,
-        "over": over,
-        "end": free_bytes(),
-        "free_twice": cuda.cudaFree(c_void_p(all_of_it)),
-    }
+        "start": start, "page": start - after_one_byte, "same_place": small == again, "read_again": read_again,
+        "all_of_it": full, "over": over, "end": free_bytes(), "free_twice": cuda.cudaFree(c_void_p(all_of_it)),
+    }  # fmt: skip
 
 
 def copies() -> dict[str, Any]:

@@ -21,21 +21,10 @@ GIB = 1 << 30
 
 #: Round figures, so that a test can say what it expects.
 DEVICE = Device(
-    name="NVIDIA Test 20GB",
-    memory=20 * GIB,
-    context=GIB,
-    multiprocessors=100,
-    capability="9.0",
-    bandwidth=1e12,
-    memory_clock=2e9,
-    bus_width=4096,
-    clock=1.5e9,
-    l2=32 << 20,
-    shared_memory=227 << 10,
-    peaks={"fp32": 50e12, "tf32": 400e12, "bf16": 800e12},
-    link=100e9,
-    power=500,
-)
+    name="NVIDIA Test 20GB", memory=20 * GIB, context=GIB, multiprocessors=100, capability="9.0", bandwidth=1e12,
+    memory_clock=2e9, bus_width=4096, clock=1.5e9, l2=32 << 20, shared_memory=227 << 10,
+    peaks={"fp32": 50e12, "tf32": 400e12, "bf16": 800e12}, link=100e9, power=500,
+)  # fmt: skip
 
 Start = Callable[..., dict[str, Any]]
 

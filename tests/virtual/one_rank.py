@@ -28,12 +28,10 @@ MIB, GIB = 1 << 20, 1 << 30
 def device() -> dict[str, Any]:
     found = torch.cuda.get_device_properties(0)
     return {
-        "name": found.name,
-        "capability": torch.cuda.get_device_capability(),
-        "multiprocessors": found.multi_processor_count,
-        "memory": found.total_memory,
+        "name": found.name, "capability": torch.cuda.get_device_capability(),
+        "multiprocessors": found.multi_processor_count, "memory": found.total_memory,
         "count": torch.cuda.device_count(),
-    }
+    }  # fmt: skip
 
 
 def allocator() -> dict[str, int]:
@@ -93,11 +91,9 @@ def garbage() -> dict[str, Any]:
     tensor = torch.empty(2 * GIB, device="cuda").normal_()
     shown = repr(tensor)
     return {
-        "nonzero": tensor.nonzero().shape[0],
-        "masked": tensor[tensor > 0].numel(),
-        "shown": shown.startswith("tensor("),
-        "grown": resident() - before,
-    }
+        "nonzero": tensor.nonzero().shape[0], "masked": tensor[tensor > 0].numel(),
+        "shown": shown.startswith("tensor("), "grown": resident() - before,
+    }  # fmt: skip
 
 
 def profiled() -> dict[str, Any]:

@@ -11,12 +11,9 @@ from tests.virtual.messages import FORMATS
 INVALID_USAGE = 5
 REDUCED = {"sum": [4, 4, 6], "prod": [3, 4, 5], "max": [3, 2, 5], "min": [1, 2, 1], "avg": [2, 2, 3]}
 COLLECTED = {
-    "ncclAllGather": [0, 1, 10, 11],
-    "ncclBroadcast": [0, 1],
-    "ncclReduceScatter": [2 + 12, 3 + 13],
-    "ncclAlltoAll": [2, 3, 12, 13],
-    "ncclReduce": [10, 12],
-}
+    "ncclAllGather": [0, 1, 10, 11], "ncclBroadcast": [0, 1], "ncclReduceScatter": [2 + 12, 3 + 13],
+    "ncclAlltoAll": [2, 3, 12, 13], "ncclReduce": [10, 12],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,8 @@ PRODUCTS = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64"
         (
             "device",
             {
-                "name": f"virtual {DEVICE.name}",
-                "capability": [9, 0],
-                "multiprocessors": DEVICE.multiprocessors,
-                "memory": DEVICE.memory,
-                "count": 2,
+                "name": f"virtual {DEVICE.name}", "capability": [9, 0], "multiprocessors": DEVICE.multiprocessors,
+                "memory": DEVICE.memory, "count": 2,
             },
         ),
         ("allocator", {"allocated": 100 * MIB, "taken": 100 * MIB, "peak": 150 * MIB, "left": 0}),

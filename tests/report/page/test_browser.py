@@ -256,20 +256,14 @@ class TestControls:
     @pytest.mark.parametrize(
         ("typed", "expected"),
         [
-            ("parallel=fsdp", ["fsdp"]),
-            ("parallel=fsdp,ddp", ["ddp", "fsdp"]),
-            ("parallel!=fsdp status=ok", ["ddp", "pdp 1x2 1f1b"]),
-            ("optimizer.lr<0.15", ["pdp 1x2 1f1b"]),
-            ("lr>=0.2", ["ddp", "fsdp"]),
-            ("throughput>1400", ["ddp", "pdp 1x2 1f1b"]),
-            ("precision=fp32 1f1b", ["pdp 1x2 1f1b"]),
-            ("precision=bf16", []),
-            ("memory<800 tokens/s>1", ["ddp", "pdp 1x2 1f1b"]),
-            ("mfu>40 loss>2", ["ddp", "pdp 1x2 1f1b", "fsdp"]),
-            ('"configuration=pdp 1x2 1f1b"', ["pdp 1x2 1f1b"]),
-            ("", ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]),
+            ("parallel=fsdp", ["fsdp"]), ("parallel=fsdp,ddp", ["ddp", "fsdp"]),
+            ("parallel!=fsdp status=ok", ["ddp", "pdp 1x2 1f1b"]), ("optimizer.lr<0.15", ["pdp 1x2 1f1b"]),
+            ("lr>=0.2", ["ddp", "fsdp"]), ("throughput>1400", ["ddp", "pdp 1x2 1f1b"]),
+            ("precision=fp32 1f1b", ["pdp 1x2 1f1b"]), ("precision=bf16", []),
+            ("memory<800 tokens/s>1", ["ddp", "pdp 1x2 1f1b"]), ("mfu>40 loss>2", ["ddp", "pdp 1x2 1f1b", "fsdp"]),
+            ('"configuration=pdp 1x2 1f1b"', ["pdp 1x2 1f1b"]), ("", ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]),
         ],
-    )
+    )  # fmt: skip
     def test_filter(self, opened, typed, expected):
         passing = "text => report.models[0].rows.filter(readFilter(text)).map((row) => row.name)"
         assert opened[0].evaluate(passing, typed) == expected

@@ -74,10 +74,7 @@ def test_weak_scaling_goes_on_in_the_section_of_another_batch():
     runs = [run(world_size=n, global_batch=n, config={"train": {"global_batch": n}}) for n in (1, 2)]
     models = content(loaded(*runs))["models"]
     assert [[row["ratio"] for row in model["rows"]] for model in models] == [[1.0], [1.0]]
-    assert [[(curve.kind, curve.rows) for curve in model["scaling"]] for model in models] == [
-        [("weak", [0, 1])],
-        [],
-    ]
+    assert [[(curve.kind, curve.rows) for curve in model["scaling"]] for model in models] == [[("weak", [0, 1])], []]
 
 
 def test_each_environment_once():
