@@ -1,4 +1,4 @@
-"""``ptdbench export outputs/<sweep> --best --to fsdp2 > layout.py``: what won, for your own program."""
+"""``ptdbench export outputs/<sweep> --best --to fsdp2 > layout.py``: the fastest layout, for another program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from ptdbench.problems import Problem, require
 from ptdbench.terminal import echo, plural
 
-HELP = "what won, as torch's own calls, accelerate's configuration or torchtitan's options"
+HELP = "the fastest layout as torch's calls, accelerate's configuration or torchtitan's options"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""``ptdbench plan OPTIONS``: the memory that each rank will need, whether it fits, and with which micro-batch.
+"""``ptdbench plan OPTIONS``: which layouts fit, with which micro-batch, and which of them is predicted to be fastest.
 
 The options are those of ``train.py``; a list of values makes a row for each. With ``virtual=h100`` no GPUs are needed:
 one rank of each kind runs on a virtual GPU.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ptdbench.commands import add_options
 
-HELP = "predict the memory of each rank, whether it fits, and the largest micro-batch that fits"
+HELP = "predict memory and step times without GPUs: which layouts fit, and which is fastest"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,10 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--again", action="store_true", help="ignore cached plans")
     parser.add_argument(
         "--anchor", type=Path, metavar="RUN", action="append", default=[],
-        help="a run measured on such GPUs, or several: sets the level of predicted times; may be repeated",
+        help="a run or sweep measured on such GPUs: sets the level of predicted times; may be repeated",
     )  # fmt: skip
     parser.epilog = (
-        "Exit status 0: a layout fits, or its training state where only that is known. 1: no layout fits, or "
+        "Exit status 0: a layout fits, or its training state if only that is known. 1: no layout fits, or "
         "none could be planned. 128 + n: signal n."
     )
 

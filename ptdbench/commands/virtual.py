@@ -1,7 +1,7 @@
 """``ptdbench virtual GPU[xN] -- COMMAND``: any program on GPUs that are not there; without arguments, lists the GPUs.
 
-The program and all processes that it starts, by whichever launcher, see N virtual GPUs. A table then tells what each
-process had them do. Nothing is computed: losses are zeros.
+The program and all processes that it starts, with any launcher, see N virtual GPUs. A table then shows what each
+process ran on them. Nothing is computed: losses are zeros.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help=about)
     words = "start the program once for each rank of N nodes, as torchrun would"
     parser.add_argument("--nodes", type=int, metavar="N", help=words)
-    parser.add_argument("--ranks", metavar="A,B", help="only these ranks; the other ones are not there")
+    parser.add_argument("--ranks", metavar="A,B", help="run only these ranks; the others are absent")
     parser.add_argument("--steps", type=int, metavar="N", help="end the program after N steps, which is a success")
     parser.add_argument("--stacks", action="store_true", help="show the largest tensors at the peak, and their stacks")
     parser.add_argument(
