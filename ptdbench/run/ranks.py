@@ -55,8 +55,6 @@ def start(config: Config, attempt: Attempt, watch: Stopwatch, heading: Heading) 
     else:
         reason = "every rank ended with exit status 0 and without a result"
         ending.fail_if_open(attempt, failure.of_launcher("ExitStatus", reason))
-    finally:
-        failure.clear(attempt.failures)
 
 
 def _as_rank(environ: Mapping[str, str], attempt: Attempt, watch: Stopwatch, heading: Heading) -> None:
