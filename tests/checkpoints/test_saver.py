@@ -70,16 +70,6 @@ def test_newest_are_kept_and_a_step_can_be_saved_again(keeper, weight, tmp_path)
     assert len(keeper.stall_seconds) == 5
 
 
-def test_amended_facts_join_the_saved_ones(keeper, weight, tmp_path):
-    keeper.save(3, weight, {}, {"seen": 1, "kept": 2})
-    keeper.amend(3, {"seen": 5})  # while they are being written
-    keeper.amend(4, {"seen": 6})  # of weights that could not be saved
-    keeper.wait()
-    assert checkpoint_dir.newest(tmp_path).checkpoint.manifest.facts == {"seen": 5, "kept": 2}
-    assert names(tmp_path) == ["step-00000003"]
-    assert keeper.problems == []
-
-
 def test_broken_checkpoint_does_not_count_until_rewritten(keeper, weight, tmp_path):
     """Its files have their sizes: only a search, which reads them, knows."""
     save(keeper, weight, 30, 40)
