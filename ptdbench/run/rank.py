@@ -71,7 +71,7 @@ def take_part(world: World, attempt: Attempt, watch: Stopwatch, heading: Heading
         SystemExit: The run failed here; the reason is in the run's directory.
     """
     try:
-        with ending.witness(world, attempt), Display(heading if world.is_first else None) as display:
+        with Display(heading if world.is_first else None) as display:
             _work(spec or _built(attempt, world, watch), world, attempt, watch, display)
     except BaseException as error:
         _report(world, attempt, error)
@@ -94,7 +94,7 @@ def _built(attempt: Attempt, world: World, watch: Stopwatch) -> RunSpec:
     config = tries.with_found_micro_batch(of_record(record.written), record)
     layout = BatchPlan.of(record.written["layout"]) if record.layout.data else None
     if not world.started_by.has_parent:
-        devices.check(world, str(config.resolved.get("device")), str(config.resolved.get("backend")))
+        devices.check(world, str(config.resolved.get("device")))
     devices.select(world, str(config.resolved.get("device")))
     spec = run_spec.build(config, layout, world)
     if not (world.started_by.has_parent and spec.device_type == "cpu"):  # the parent has checked the host
