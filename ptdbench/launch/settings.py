@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import re
@@ -29,13 +28,17 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 #: 2.15. The second is for ROCm.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
+#: The variable from which torch's C++ code reads what to log at import.
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+
 #: The variable that torch reads at import, and the one that holds its value until a rank starts.
 _SANITIZER, _HIDDEN = "TORCH_CUDA_SANITIZER", "PTDBENCH_CUDA_SANITIZER"
 
 
 def recorded(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to record, by name; paths are cut to their last part, as the rest is machine-specific."""
-    names = (name for name in sorted(environ) if name.startswith(PREFIXES) and not _SECRET.search(name))
+    named = (name for name in sorted(environ) if name.startswith(PREFIXES) and name != _LOG_LEVEL)
+    names = (name for name in named if not _SECRET.search(name))
     return {
         name: f"…/{PurePosixPath(value).name}" if (value := environ[name]).startswith(("/", "~")) else value
         for name in names
@@ -74,19 +77,13 @@ def enable_sanitizer(environ: MutableMapping[str, str]) -> None:
         enable_cuda_sanitizer()
 
 
-def log_errors_only(environ: Mapping[str, str]) -> None:
-    """Make torch's C++ code log only errors, unless the user has set ``TORCH_CPP_LOG_LEVEL``.
+def log_errors_only(environ: MutableMapping[str, str]) -> None:
+    """Make torch's C++ code log only errors, unless the user has set another level; call this before torch is imported.
 
     Its warnings tell nothing new and disrupt the live display: that messages between two stages keep their order, that
     memory is exhausted, that a block is older than the profiler.
     """
-    import torch
-
-    if "TORCH_CPP_LOG_LEVEL" in environ:
-        return
-    with suppress(OSError, ValueError):  # another platform or version: keep the warnings
-        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
-        ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2  # glog's level of errors
+    environ.setdefault(_LOG_LEVEL, "ERROR")
 
 
 @contextmanager

@@ -61,7 +61,6 @@ def _as_rank(environ: Mapping[str, str], attempt: Attempt, watch: Stopwatch, hea
     """Run as a local rank, after applying the settings that the fork server could not know."""
     local.die_on_signals()
     settings.enable_expandable_segments(os.environ)
-    settings.log_errors_only(os.environ)
     settings.enable_sanitizer(os.environ)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all peers are on this machine

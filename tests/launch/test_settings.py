@@ -1,13 +1,11 @@
 """Variables that change what a process does or how fast, and which cores ranks get and keep to."""
 
-import ctypes
 import json
 import math
 import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -67,17 +65,18 @@ def test_sanitizer_is_hidden_from_what_starts_ranks():
 
 
 def test_torch_cpp_logs_errors_unless_a_level_is_set():
-    level = ctypes.c_int.in_dll(
-        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "FLAGS_caffe2_log_level"
+    environ = {"TORCH_CPP_LOG_LEVEL": "WARNING"}
+    log_errors_only(environ)
+    assert environ == {"TORCH_CPP_LOG_LEVEL": "WARNING"}
+    log_errors_only(environ := {})
+    code = (
+        "import ctypes, torch; from pathlib import Path; "
+        "library = ctypes.CDLL(str(Path(torch.__file__).parent / 'lib' / 'libc10.so')); "
+        "print(ctypes.c_int.in_dll(library, 'FLAGS_caffe2_log_level').value)"
     )
-    before, level.value = level.value, 1
-    try:
-        log_errors_only({"TORCH_CPP_LOG_LEVEL": "WARNING"})
-        assert level.value == 1
-        log_errors_only({})
-        assert level.value == 2
-    finally:
-        level.value = before
+    shown = subprocess.check_output([sys.executable, "-c", code], env={**os.environ, **environ}, text=True)
+    assert shown.splitlines()[-1] == "2"  # glog's level of errors
+    assert recorded(environ) == {}
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch does not tell")
