@@ -48,6 +48,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     """Call ``work``, which executes runs, and exit with its status, or with the status of the signal or error."""
     try:
         local.stop_on_signals()
+        settings.log_errors_only(os.environ)
         by_hand.recognize(os.environ, sys.argv)
         if discover(os.environ) is None:
             settings.defer_sanitizer(os.environ)

@@ -52,6 +52,7 @@ def train(words: Sequence[str]) -> load.Run | load.Runs:
     with _as_program(words):
         followers.begin()
         try:
+            settings.log_errors_only(os.environ)
             by_hand.recognize(os.environ, words)
             if discover(os.environ) is None:
                 settings.defer_sanitizer(os.environ)

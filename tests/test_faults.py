@@ -39,8 +39,9 @@ def test_first_failing_rank_and_reason_are_recorded(run, strategy, rank, how, st
     error = record["error"]
     assert (record["status"], error["rank"], error["type"]) == (status, rank, kind)
     assert message in error["message"]
-    assert ("faulty.py" in error["traceback"]) == (how != "kill")
-    if how != "kill":
+    has_reported = how not in ("kill", "crash")
+    assert ("faulty.py" in error["traceback"]) == has_reported
+    if has_reported:
         assert re.fullmatch(r"tests/launch/faulty\.py:\d+ in forward", error["where"])
         assert (Path(record["directory"]) / "traceback.txt").read_text() == error["traceback"]
     assert record["world_size"] == 2

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 from msgspec import Struct, convert, to_builtins
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from ptdbench.files import first_foreign_entry, foreign_path_error, remove, write_json
 from ptdbench.launch.collect import gather
@@ -237,14 +237,6 @@ def prune(run_directory: Path, keep: int, broken: Container[Path] = ()) -> None:
         is_alone = tensors <= manifest.files.keys() and not first_foreign_entry(path, _is_ours)
         if is_alone:
             remove(_set_aside(path), _is_ours)
-
-
-def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> None:
-    """Replace facts of the checkpoint after ``step`` steps, if it exists. Raises BrokenCheckpoint, OSError."""
-    path = run_directory / FOLDER / _name(step)
-    if path.exists():
-        manifest = read_manifest(path)
-        write_manifest(path, replace(manifest, facts={**manifest.facts, **facts}))
 
 
 def remove_partial(run_directory: Path) -> None:

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
-import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from time import perf_counter
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ptdbench.data.tokens import TokenChunk
 from ptdbench.problems import ConfigError, Problem, try_these
-from ptdbench.terminal import echo
 
 SEPARATOR = b"\0"  # ends every document that is read as bytes; not part of text
 
-# A document may be larger than memory. A tokenizer processes one block per core at a time and takes some 60 bytes of
-# memory per byte of text: larger blocks would leave cores idle and fill memory.
-_BLOCK_BYTES = 1 << 18
-_PLACES = 1 << 64
+# A document may be larger than memory. A tokenizer uses all cores for a batch, each for a block at a time, and takes
+# some 60 bytes of memory per byte of text.
+_BLOCK_BYTES, _BATCH = 1 << 17, 64
+
 # Installed packages differ between machines, and tests are not typical code.
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
@@ -46,54 +39,30 @@ class Document(NamedTuple):
     """One text of the corpus: a file, or a line of a ``.jsonl`` file."""
 
     name: str  # of its file, with the line number if it is a line
-    size: int  # bytes on disk
-    read: Callable[[], Iterator[bytes]]  # returns the text in pieces of at most _BLOCK_BYTES
+    blocks: Iterator[bytes]  # the text in blocks of whole lines, to be read before the next document
 
     @property
-    def place(self) -> int:
-        """A pseudo-random position between 0 and 2^64 that depends only on the name, not on other documents."""
+    def place(self) -> float:
+        """A pseudo-random number from 0 to 1 that depends only on the name, not on other documents."""
         name = self.name.encode(errors="surrogateescape")
-        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
-
-
-class TextBlock(NamedTuple):
-    """A block of a document, up to the end of a line if possible."""
-
-    text: bytes
-    is_last: bool  # whether it is the last block of its document
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2**64
 
 
 class Malformed(ValueError):
     """A malformed file; the message names the file and the line."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """The documents of some files whose place is at least ``start`` and below ``stop``; by default all.
-
-    Each iteration reads ``.jsonl`` files again, line by line, and may raise OSError; other files are not opened.
-    """
-
-    files: Sequence[File]
-    start: int = 0
-    stop: int = _PLACES
-
-    def __iter__(self) -> Iterator[Document]:
-        """Yield the documents in the order of their files and lines."""
-        everything = self.start == 0 and self.stop == _PLACES  # no need to hash names
-        for document in _documents(self.files):
-            if everything or self.start <= document.place < self.stop:
-                yield document
-
-
 def standard_library() -> list[File]:
     """Return the Python sources of this program's standard library; empty if only bytecode is installed."""
     root = Path(sysconfig.get_path("stdlib")).resolve()
-    return _files(root, _walk(root, without=_NOT_THE_LIBRARY, suffix=".py"))
+    return _files(root, (path for path in _walk(root, _NOT_THE_LIBRARY) if path.suffix == ".py"))
 
 
 def files_at(root: Path) -> list[File]:
-    """Return the file ``root``, or all files below the folder that are neither hidden nor empty; may raise OSError."""
+    """Return the file ``root``, or all files below the folder that are neither hidden nor empty; may raise OSError.
+
+    Links to folders are not followed: they may lead back.
+    """
     return _files(root, _walk(root)) if root.is_dir() else _files(root.parent, [root])
 
 
@@ -103,87 +72,53 @@ def identity(files: Iterable[File]) -> str:
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
-def split(files: Sequence[File], share: float) -> tuple[Part, Part]:
-    """Split the documents of files into training and held-out parts; hold out about ``share`` of them.
-
-    The assignment depends only on a document's name, so it does not change when others are added or removed, unless
-    one must be reassigned because a part would be empty.
-
-    Raises:
-        ConfigError: There are fewer than two documents; the option is ``held_out``.
-        OSError: A ``.jsonl`` file cannot be read.
-    """
-    places = np.fromiter((document.place for document in Part(files)), np.uint64)
-    if places.size < 2:
-        rule = "the text is a single document, which cannot be split"
-        remedy = "try 0, or a folder of several files (split -l 1000 splits a file), or a .jsonl file of several lines"
-        raise ConfigError([Problem("held_out", share, rule, remedy)])
-    cut = min(max(int(share * _PLACES), int(places.min()) + 1), int(places.max()))
-    return Part(files, start=cut), Part(files, stop=cut)
-
-
-def blocks(documents: Iterable[Document]) -> Iterator[TextBlock]:
-    """Yield the text of all documents in order; a document without text has no block.
+def documents(files: Iterable[File]) -> Iterator[Document]:
+    """Yield the documents that have text, in the order of their files and lines.
 
     Raises:
         OSError: A file cannot be read.
         Malformed: A line of a ``.jsonl`` file is not an object with a text.
     """
+    for file in files:
+        with file.path.open("rb") as stream:
+            if file.path.suffix.lower() != ".jsonl":
+                read = stream.readlines
+                yield Document(file.name, iter(lambda: b"".join(read(_BLOCK_BYTES)), b""))  # noqa: B023 - read at once
+                continue
+            for number, line in enumerate(stream, 1):
+                if line.strip() and (text := _text_of(line, f"{file.path}, line {number}")):
+                    yield Document(f"{file.name}:{number}", iter([text]))
+
+
+def part(files: Sequence[File], share: float, *, held_out: bool) -> Iterator[Document]:
+    """Yield the documents of one part: about ``share`` of them are held out.
+
+    The assignment depends only on a document's name, so it does not change when others are added or removed. Raises
+    like :func:`documents`.
+    """
+    return (document for document in documents(files) if (document.place < share) == held_out)
+
+
+def blocks(documents: Iterable[Document]) -> Iterator[bytes]:
+    """Yield the text of all documents in order, and an empty block after each; raise like :func:`documents`."""
     for document in documents:
-        for text, following in pairwise(chain(document.read(), [b""])):  # blocks are never empty: b"" marks the end
-            yield TextBlock(text, is_last=not following)
+        yield from document.blocks
+        yield b""
 
 
 def byte_tokens(documents: Iterable[Document]) -> Iterator[TokenChunk]:
-    """Yield the bytes of all documents, each followed by :data:`SEPARATOR`, as uint8; raise like :func:`blocks`."""
+    """Yield the bytes of all documents, each followed by :data:`SEPARATOR`, as uint8; raise like :func:`documents`."""
     for block in blocks(documents):
-        text = block.text + SEPARATOR if block.is_last else block.text
+        text = block or SEPARATOR
         yield TokenChunk(np.frombuffer(text, np.uint8), len(text))
 
 
-def _documents(files: Iterable[File]) -> Iterator[Document]:
-    for file in files:
-        if file.path.suffix.lower() == ".jsonl":
-            with file.path.open("rb") as stream:
-                for number, line in enumerate(stream, 1):
-                    if line.strip():
-                        text = partial(_read_line, file.path, number, line)
-                        yield Document(f"{file.name}:{number}", len(line), text)
-        else:
-            yield Document(file.name, file.size, partial(_read_file, file.path))
-
-
-def _read_file(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as stream:
-        yield from _cut(stream)
-
-
-def _read_line(path: Path, number: int, line: bytes) -> Iterator[bytes]:
+def _text_of(line: bytes, place: str) -> bytes:
     try:
-        text = json.loads(line.decode(errors="replace"))["text"].encode(errors="replace")
+        text: str = json.loads(line.decode(errors="replace"))["text"]
+        return text.encode(errors="replace")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise Malformed(f'{path}, line {number}: not a JSON object with a string "text"') from None
-    yield from _cut(io.BytesIO(text))
-
-
-def _cut(stream: BinaryIO) -> Iterator[bytes]:
-    """Split a stream into non-empty blocks of at most :data:`_BLOCK_BYTES`."""
-    rest = b""
-    while read := stream.read(_BLOCK_BYTES - len(rest)):
-        block = rest + read
-        end = _block_end(block) if len(block) == _BLOCK_BYTES else len(block)
-        yield block[:end]
-        rest = block[end:]
-    if rest:
-        yield rest
-
-
-def _block_end(block: bytes) -> int:
-    """Return where to end a block: after its last line, or else not within a UTF-8 character."""
-    if after_line := block.rfind(b"\n") + 1:
-        return after_line
-    last = next((at for at in range(len(block) - 1, max(len(block) - 5, 0), -1) if block[at] & 0xC0 != 0x80), 0)
-    return last or len(block)  # before the last character; at the end if this is not UTF-8
+        raise Malformed(f'{place}: not a JSON object with a string "text"') from None
 
 
 def _files(root: Path, paths: Iterable[Path]) -> list[File]:
@@ -196,29 +131,17 @@ def _files(root: Path, paths: Iterable[Path]) -> list[File]:
     return sorted(file for file in files if file.size > 0)
 
 
-def _walk(
-    root: Path, without: frozenset[str] = frozenset(), suffix: str = "", above: frozenset[Path] = frozenset()
-) -> Iterator[Path]:
-    """Yield every file with that suffix below ``root``, except hidden files and those in folders ``without``.
+def _walk(root: Path, without: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yield every file below ``root``, except hidden files and those in folders ``without``; may raise OSError."""
 
-    Links to folders are followed, except to folders ``above``: such a cycle would never end.
-    """
-    above |= {root.resolve()}
-    for entry in os.scandir(root):
-        path = Path(entry.path)
-        if entry.name.startswith("."):
-            continue
-        if not entry.is_dir():
-            if entry.name.endswith(suffix):
-                yield path
-        elif entry.name not in without and path.resolve() not in above:
-            yield from _walk(path, without, suffix, above)
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-# Bytes to encode at once: enough blocks for some dozens of cores, and a few hundred MB of memory.
-_BATCH_BYTES = 1 << 23
-# Say so only from this size on, which takes a second or two.
-_PROGRESS_BYTES = 4_000_000
 #: Names of the token that ends a document.
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
@@ -247,29 +170,19 @@ class Tokenizer:
         #: The token that ends every document; ``None`` if the tokenizer has none.
         self.end = next((end for end in ends if end is not None), None)
 
-    def pieces(self, documents: Part, name: str) -> Iterator[TokenChunk]:
-        """Yield the tokens of all documents in order; say so on standard error if it takes long.
+    def tokens(self, documents: Iterable[Document]) -> Iterator[TokenChunk]:
+        """Yield the tokens of all documents in order; raise like :func:`documents`.
 
-        Documents are split into blocks, usually at the end of a line, which are tokenized separately. Invalid UTF-8
-        becomes the replacement character.
-
-        Raises:
-            OSError, Malformed: As for :func:`ptdbench.data.corpus.blocks`.
+        Blocks of a long document are tokenized separately. Invalid UTF-8 becomes the replacement character.
         """
-        with _said(name, sum(document.size for document in documents)):
-            for batch in _batches(blocks(documents)):
-                yield TokenChunk(self._tokens(batch), sum(len(block.text) for block in batch))
-
-    def _tokens(self, batch: list[TextBlock]) -> np.ndarray[Any, Any]:
-        texts = [block.text.decode(errors="replace") for block in batch]
-        rows = []
-        # Uses all cores, and skips the unused offsets.
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        for encoding, block in zip(encodings, batch, strict=True):
-            rows.append(np.array(encoding.ids, self.dtype))
-            if block.is_last and self.end is not None:
-                rows.append(np.array([self.end], self.dtype))
-        return np.concatenate(rows)
+        end = [] if self.end is None else [self.end]
+        waiting = blocks(documents)
+        while batch := list(islice(waiting, _BATCH)):
+            texts = [block.decode(errors="replace") for block in batch]
+            # Uses all cores, and skips the unused offsets.
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            rows = [encoding.ids if block else end for encoding, block in zip(encodings, batch, strict=True)]
+            yield TokenChunk(np.concatenate([np.array(row, self.dtype) for row in rows]), sum(map(len, batch)))
 
 
 def _content(path: Path) -> bytes:
@@ -281,30 +194,3 @@ def _content(path: Path) -> bytes:
     except OSError as error:
         rule, remedy = str(error), "give the path of a tokenizer.json, not the name of a model"
     raise ConfigError([Problem("tokenizer", path, rule, remedy)])
-
-
-def _batches(every: Iterable[TextBlock]) -> Iterator[list[TextBlock]]:
-    """Collect blocks into lists of about :data:`_BATCH_BYTES`."""
-    batch: list[TextBlock] = []
-    size = 0
-    for block in every:
-        batch.append(block)
-        size += len(block.text)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-@contextmanager
-def _said(name: str, total: int) -> Iterator[None]:
-    """Print a line at the start and at the end of tokenizing ``total`` bytes, if they are many."""
-    if total < _PROGRESS_BYTES:
-        yield
-        return
-    echo(f"tokenizing {name} ({total / 1e6:,.0f} MB)", sys.stderr)
-    start = perf_counter()
-    yield
-    seconds = perf_counter() - start
-    echo(f"tokenized {name} in {seconds:,.0f} s ({total / 1e6 / seconds:,.1f} MB/s)", sys.stderr)

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ptdbench.data import sampling
@@ -20,6 +19,9 @@ from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images, missing_
 from ptdbench.data.sampling import Epochs, draws
 from ptdbench.launch.settings import own_cores
 from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
+
+if TYPE_CHECKING:
+    from torchvision import datasets
 
 # Statistics of ImageNet's training images, with which torchvision's weights were trained
 # (https://docs.pytorch.org/vision/stable/models.html).
@@ -32,28 +34,6 @@ _SCALE, _LOG_RATIO = (0.08, 1.0), tuple(torch.log(torch.tensor((3 / 4, 4 / 3))).
 _MOST_WORKERS = 8  # per rank; each keeps prefetched batches in memory
 
 Transform = Callable[[Any], Any]  # from a PIL image to another
-
-
-class Listing(NamedTuple):
-    """The images of one folder.
-
-    As Python strings, ImageNet's 1.3 million names would take 250 MB in each worker process, as reading a string writes
-    its reference count; so names are in an array.
-    """
-
-    root: Path
-    classes: tuple[str, ...]  # the folders in it, in the order of their labels
-    names: npt.NDArray[np.bytes_]  # of the files, below root, as the file system spells them
-    labels: npt.NDArray[np.int64]
-
-    def path(self, index: int) -> Path:
-        """Return the path of an image."""
-        return self.root / os.fsdecode(bytes(self.names[index]))
-
-    def digest(self) -> str:
-        """SHA-256 of the name and the size in bytes of every file, in hexadecimal digits."""
-        sizes = np.fromiter((self.path(k).stat().st_size for k in range(len(self.names))), np.int64, len(self.names))
-        return hashlib.sha256(b"\0".join([*self.names.tolist(), sizes.tobytes()])).hexdigest()
 
 
 class ImageFolder(Images):
@@ -105,23 +85,22 @@ class ImageFolder(Images):
     @property
     def held_out(self) -> HeldOut | None:
         """The center crops of the images in ``val``; ``None`` if there is no such folder."""
-        if (listing := self._held_out) is None:
+        if (files := self._held_out) is None:
             return None
 
         def middles(start: int, stop: int) -> Batch:
             # Threads suffice: nothing is drawn here, and decoding releases the GIL.
             with ThreadPoolExecutor(max(self.workers, 1)) as threads:
-                paths = map(listing.path, range(start, stop))
-                images = list(threads.map(lambda path: read(path, self._middle), paths))
-            return self.batch(images), torch.from_numpy(listing.labels[start:stop].copy())
+                images = list(threads.map(lambda sample: read(sample[0], self._middle), files.samples[start:stop]))
+            return self.batch(images), torch.tensor(files.targets[start:stop])
 
-        return HeldOutPart(len(listing.names), middles)
+        return HeldOutPart(len(files), middles)
 
     @cached_property
     def identity(self) -> str:
         """A digest of the names and sizes of all training and held-out files, by a stat of each."""
-        parts = [self._training, *([self._held_out] if self._held_out else [])]
-        return hashlib.sha256("".join(part.digest() for part in parts).encode()).hexdigest()
+        parts = filter(None, (self._training, self._held_out))
+        return hashlib.sha256("".join(map(_digest, parts)).encode()).hexdigest()
 
     def prepare(self) -> None:
         """List the folders.
@@ -140,11 +119,11 @@ class ImageFolder(Images):
         """
         chosen = self._epochs.indices(start, stop)
         chances = draws(self.seed, start, stop).tolist()
+        paths, labels = zip(*(self._training.samples[index] for index in chosen), strict=True) if chances else ((), ())
         images = [
-            read(self._training.path(index), partial(self._augmented, chance=chance))
-            for index, chance in zip(chosen, chances, strict=True)
+            read(path, partial(self._augmented, chance=chance)) for path, chance in zip(paths, chances, strict=True)
         ]
-        return self.batch(images), torch.from_numpy(self._training.labels[chosen])
+        return self.batch(images), torch.tensor(labels, dtype=torch.int64)
 
     def batch(self, images: list[sampling.Pixels]) -> torch.Tensor:
         """Convert images of shape ``(H, W, 3)`` to the model's input: float32 of shape ``(B, 3, H, W)``."""
@@ -171,32 +150,32 @@ class ImageFolder(Images):
 
     @cached_property
     def _epochs(self) -> Epochs:
-        return Epochs(len(self._training.names), self.seed)
+        return Epochs(len(self._training), self.seed)
 
     @cached_property
-    def _training(self) -> Listing:
-        listing = _list(self.root, self._train)
-        if len(listing.classes) != self.classes:
-            rule = f"{self.root / self._train} has {len(listing.classes)} folders, one for each class"
-            remedy = try_these([f"model.classes={len(listing.classes)}"])
+    def _training(self) -> datasets.ImageFolder:
+        files = _list(self.root, self._train)
+        if len(files.classes) != self.classes:
+            rule = f"{self.root / self._train} has {len(files.classes)} folders, one for each class"
+            remedy = try_these([f"model.classes={len(files.classes)}"])
             raise ConfigError([Problem("classes", self.classes, rule, remedy)])
-        return listing
+        return files
 
     @cached_property
-    def _held_out(self) -> Listing | None:
+    def _held_out(self) -> datasets.ImageFolder | None:
         if not (self.root / self._val).is_dir():
             return None
-        listing = _list(self.root, self._val)
+        files = _list(self.root, self._val)
         # Labels are indices of the folders, so that both parts must have the same folders.
-        if different := sorted(set(listing.classes) ^ set(self._training.classes)):
+        if different := sorted(set(files.classes) ^ set(self._training.classes)):
             parts = f"{self._train} and {self._val}"
             rule = f"{parts} must have the same folders, but only one has {different[0]}"
             remedy = try_these([f"data.val=FOLDER with the folders of {self._train}"])
             raise ConfigError([Problem("root", self.root, rule, remedy)])
-        return listing
+        return files
 
 
-def read(path: Path, transform: Transform) -> sampling.Pixels:
+def read(path: str, transform: Transform) -> sampling.Pixels:
     """Read and transform an image: uint8 of shape ``(H, W, 3)``; raise ValueError if the file is not an image."""
     from torchvision.datasets.folder import pil_loader
 
@@ -220,18 +199,23 @@ def _crop(width: int, height: int, generator: torch.Generator) -> tuple[int, int
     return (height - h) // 2, (width - w) // 2, h, w
 
 
+def _digest(images: datasets.ImageFolder) -> str:
+    """Return the SHA-256 of the name and the size in bytes of every file, in hexadecimal digits."""
+    paths = [path for path, _ in images.samples]
+    names = [os.fsencode(os.path.relpath(path, images.root)) for path in paths]
+    sizes = np.array([os.stat(path).st_size for path in paths], np.int64)
+    return hashlib.sha256(b"\0".join([*names, sizes.tobytes()])).hexdigest()
+
+
 def _with_images(folder: str) -> str:
     return f"try data.root=FOLDER with {folder}/CLASS/IMAGE.jpg in it"
 
 
-def _list(root: Path, folder: str) -> Listing:
+def _list(root: Path, folder: str) -> datasets.ImageFolder:
     """Return the images in a folder of the root; raise ConfigError if there are none, or none for a class."""
     from torchvision import datasets
 
     try:
-        images = datasets.ImageFolder(root / folder)
+        return datasets.ImageFolder(root / folder)
     except OSError as error:  # FileNotFoundError also if an existing folder has no images
         raise ConfigError([Problem("root", root, f"{root / folder}: {error}", _with_images(folder))]) from error
-    below = len(os.path.join(images.root, ""))
-    names = [os.fsencode(path[below:]) for path, _ in images.samples]
-    return Listing(root / folder, tuple(images.classes), np.array(names), np.array(images.targets, np.int64))

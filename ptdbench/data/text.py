@@ -17,7 +17,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ptdbench.cache import user_cache
 from ptdbench.data import corpus
-from ptdbench.data.corpus import Part, Tokenizer
+from ptdbench.data.corpus import Tokenizer
 from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Sequences
 from ptdbench.data.sampling import draws
 from ptdbench.data.tokens import Stored, TokenChunk, Tokens, cached_tokens
@@ -122,52 +122,41 @@ class Text(Sequences):
             raise ConfigError([self._too_short(0)])
         return files
 
-    @cached_property
-    def _parts(self) -> tuple[Part, Part]:
-        return corpus.split(self._files, self._share) if self._share else (Part(self._files), Part([]))
-
     def _stored(self, held_out: bool) -> Stored:
         """Return the tokens of one part from the cache; create them if necessary."""
         dtype = self._tokenizer.dtype if self._tokenizer else np.dtype(np.uint8)
         # The cache key: everything that determines the tokens of a part, so not the sequence length.
         tokenizer = self._tokenizer.digest if self._tokenizer else "bytes"
         part = f"{'held out' if held_out else 'all but'} {float(self._share)}"
-        source = hashlib.sha256(f"{corpus.identity(self._files)} {tokenizer} {part}".encode()).hexdigest()
+        key = hashlib.sha256(f"{corpus.identity(self._files)} {tokenizer} {part}".encode()).hexdigest()
         # In the file's name, the text's name is for people, and the key for programs.
-        name = re.sub(r"[^A-Za-z0-9._-]", "_", self._name)[:64]
-        file = self.cache / f"{name}{'-held_out' if held_out else ''}-{source[:16]}.tokens"
+        name = self.path.name if self.path else f"python-{platform.python_version()}"
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:64]
+        file = self.cache / f"{name}{'-held_out' if held_out else ''}-{key[:16]}.tokens"
         with _as_problem_of("cache", self.cache):
-            stored = cached_tokens(file, dtype, source, lambda: self._pieces(held_out))
+            stored = cached_tokens(file, dtype, lambda: self._pieces(held_out))
         if len(stored.tokens) <= self.sequence_length:
             raise ConfigError([self._too_short(len(stored.tokens), held_out)])
         return stored
 
-    @property
-    def _name(self) -> str:
-        return self.path.name if self.path else f"python-{platform.python_version()}"
-
     def _pieces(self, held_out: bool) -> Iterator[TokenChunk]:
-        """Tokenize one part; raise ConfigError if it has no tokens, as an empty part must not be stored."""
-        empty = True
+        """Tokenize one part."""
         with _as_problem_of("path", self.path):
-            part = self._parts[held_out]
-            name = f"{self._name}, held out" if held_out else self._name
-            for piece in self._tokenizer.pieces(part, name) if self._tokenizer else corpus.byte_tokens(part):
-                empty = False
-                yield piece
-        if empty:
-            raise ConfigError([self._too_short(0, held_out)])
+            part = corpus.part(self._files, self._share, held_out=held_out)
+            yield from self._tokenizer.tokens(part) if self._tokenizer else corpus.byte_tokens(part)
 
     def _too_short(self, count: int, held_out: bool = False) -> Problem:
         """Return the problem of a part with only ``count`` tokens."""
-        if count == 0 and not held_out:
+        if count == 0 and not self._share:
             what = "has no text" if self.path else "the standard library's sources are not installed"
             return Problem("path", self.path, what, "try a text file or a folder of text files")
         whose = "the held-out text" if held_out else "the text for training" if self._share else "the text"
         rule = f"{whose} has {count} tokens, but a sample needs one more than its length, for the last target"
         shorter = [f"a sequence_length of {count - 1}"] if count > 1 else []
-        if held_out:
-            return Problem("held_out", self._share, rule, try_these(["a larger fraction", *shorter]))
+        if held_out or count == 0:
+            other = f"a {'larger' if held_out else 'smaller'} fraction"
+            more = "more documents, which are files and lines of .jsonl files (split -l 1000 splits a file)"
+            return Problem("held_out", self._share, rule, try_these([other, *(shorter or [more])]))
         return Problem("sequence_length", self.sequence_length, rule, try_these(shorter))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, MutableMapping
 
-from ptdbench.launch.world import BY_HAND, LAUNCHERS, World, discover
+from ptdbench.launch.world import BY_HAND, LAUNCHERS, discover
 
 
 def recognize(environ: MutableMapping[str, str], words: Iterable[str]) -> None:
@@ -26,13 +26,9 @@ def recognize(environ: MutableMapping[str, str], words: Iterable[str]) -> None:
     environ[row.local_size] = environ.get(row.size, "")  # until they have met
     world = discover(environ)
     if world and world.size > 1:
-        environ[row.local_size] = str(_count_neighbors(world))
+        from ptdbench.launch import rendezvous  # it imports torch
 
-
-def _count_neighbors(world: World) -> int:
-    """Return the number of ranks with this one's host name."""
-    from ptdbench.launch import rendezvous  # it imports torch
-
-    store, here = rendezvous.store(), socket.gethostname()
-    store.set(f"host {world.rank}", here)
-    return store.multi_get([f"host {rank}" for rank in range(world.size)]).count(here.encode())
+        store, here = rendezvous.store(), socket.gethostname()
+        store.set(f"host {world.rank}", here)
+        hosts = store.multi_get([f"host {rank}" for rank in range(world.size)])
+        environ[row.local_size] = str(hosts.count(here.encode()))

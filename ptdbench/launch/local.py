@@ -34,7 +34,6 @@ from ptdbench.launch.lifetime import die_with_parent, wait_for
 from ptdbench.launch.settings import added
 from ptdbench.launch.world import THIS_MACHINE, Place, local_environments
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.terminal import echo
 
 #: Signals that stop a run from outside. SIGUSR2 is the one that submitit and SLURM send ahead of a time limit.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2")
@@ -49,11 +48,8 @@ KILLED_SECONDS = 5.0
 #: Maximum seconds between two looks at the ranks; the exit of a rank is noticed at once.
 INTERVAL = 0.05
 
-#: Seconds that orphans of ranks have to exit by themselves, and again after SIGTERM.
+#: Seconds that orphans of ranks have to exit by themselves.
 ORPHAN_SECONDS = 2.0
-
-#: In the command of the processes in which torch.compile compiles.
-_COMPILE_WORKER = "torch/_inductor/compile_worker"
 
 #: Seconds to wait, once a stop signal has ended a rank, for it to reach the others: a signal to all ranks is sent to
 #: one after another.
@@ -284,11 +280,6 @@ def stopping() -> AbstractContextManager[None]:
     return handling(_stop)
 
 
-def stops(number: int) -> bool:
-    """Return whether this signal currently raises :class:`Stopped`."""
-    return signal.getsignal(number) is _stop
-
-
 def _stop(number: int, _: Any) -> None:
     raise Stopped(number)
 
@@ -378,14 +369,6 @@ def _die_with_server() -> None:
         os._exit(1)
 
 
-def _commands(process: psutil.Process) -> Iterator[str]:
-    """Yield the commands of a process, its parent, and so on, as far as they still exist."""
-    with suppress(psutil.Error):
-        yield " ".join(process.cmdline())
-        for parent in process.parents():
-            yield " ".join(parent.cmdline())
-
-
 @contextmanager
 def _ending_orphans() -> Iterator[None]:
     """On exit, end processes that ranks left behind: they would take cores, memory and ports from the next run.
@@ -397,15 +380,9 @@ def _ending_orphans() -> Iterator[None]:
     finally:
         left = psutil.wait_procs(_orphans(), ORPHAN_SECONDS)[1]
         for process in left:
-            commands = [*_commands(process)]
-            if not any(_COMPILE_WORKER in command for command in commands):  # torch's, which need longer to end
-                shown = f"{process.pid} ({''.join(commands[:1])[:100]})"
-                echo(f"ended a process that a rank left running: {shown}", sys.stderr)
-        for number, seconds in ((signal.SIGTERM, ORPHAN_SECONDS), (signal.SIGKILL, KILLED_SECONDS)):
-            for process in left:
-                with suppress(psutil.Error):
-                    process.send_signal(number)
-            left = psutil.wait_procs(left, seconds)[1]
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, KILLED_SECONDS)
 
 
 def _orphans() -> list[psutil.Process]:

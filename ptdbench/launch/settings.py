@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
-from pathlib import Path, PurePosixPath
+from contextlib import contextmanager
+from pathlib import PurePosixPath
 from typing import Literal
 
 #: Prefixes of such variables: of torch and its compiler, the libraries below it, communication, threads, and the
@@ -29,13 +26,17 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 #: 2.15. The second is for ROCm.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
+#: The variable from which torch's C++ code reads what to log at import.
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+
 #: The variable that torch reads at import, and the one that holds its value until a rank starts.
 _SANITIZER, _HIDDEN = "TORCH_CUDA_SANITIZER", "PTDBENCH_CUDA_SANITIZER"
 
 
 def recorded(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to record, by name; paths are cut to their last part, as the rest is machine-specific."""
-    names = (name for name in sorted(environ) if name.startswith(PREFIXES) and not _SECRET.search(name))
+    named = (name for name in sorted(environ) if name.startswith(PREFIXES) and name != _LOG_LEVEL)
+    names = (name for name in named if not _SECRET.search(name))
     return {
         name: f"…/{PurePosixPath(value).name}" if (value := environ[name]).startswith(("/", "~")) else value
         for name in names
@@ -74,19 +75,13 @@ def enable_sanitizer(environ: MutableMapping[str, str]) -> None:
         enable_cuda_sanitizer()
 
 
-def log_errors_only(environ: Mapping[str, str]) -> None:
-    """Make torch's C++ code log only errors, unless the user has set ``TORCH_CPP_LOG_LEVEL``.
+def log_errors_only(environ: MutableMapping[str, str]) -> None:
+    """Make torch's C++ code log only errors, unless the user has set another level; call this before torch is imported.
 
     Its warnings tell nothing new and disrupt the live display: that messages between two stages keep their order, that
     memory is exhausted, that a block is older than the profiler.
     """
-    import torch
-
-    if "TORCH_CPP_LOG_LEVEL" in environ:
-        return
-    with suppress(OSError, ValueError):  # another platform or version: keep the warnings
-        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
-        ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2  # glog's level of errors
+    environ.setdefault(_LOG_LEVEL, "ERROR")
 
 
 @contextmanager
@@ -111,59 +106,29 @@ def own_cores() -> Cores:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def share_cores(
+def share_of_threads(
     of_ranks: Sequence[Cores], local_rank: int, per_rank: int | Literal["auto"], quota: float = math.inf
-) -> tuple[int, Cores | None]:
-    """Return the number of threads of a rank, and the cores to bind it to.
+) -> int:
+    """Return the number of threads of a rank.
 
     Args:
         of_ranks: The cores that each rank of the node may run on, by local rank. Ranks that a launcher has bound have
             their own cores; the others share all cores of the node.
         local_rank: The rank in question.
-        per_rank: Number of cores for each rank, or ``auto`` for an equal share.
+        per_rank: Number of threads for each rank, or ``auto`` for an equal share.
         quota: CPU quota of all these ranks together, in cores.
-
-    Returns:
-        ``(threads, cores)``; the cores are ``None`` if the rank's binding stays as it is: no number was requested, or
-        there are not enough cores for every rank.
     """
+    if per_rank != "auto":
+        return per_rank
     allowed = of_ranks[local_rank]
-    sharing = [rank for rank, cores in enumerate(of_ranks) if cores & allowed]
-    if per_rank == "auto":
-        return max(1, int(min(len(allowed) / len(sharing), quota / len(of_ranks)))), None
-    alike = all(of_ranks[rank] == allowed for rank in sharing)
-    if not alike or len(allowed) < len(sharing) * per_rank:
-        return per_rank, None
-    first = sharing.index(local_rank) * per_rank
-    return per_rank, frozenset(sorted(allowed)[first : first + per_rank])
+    sharing = [cores for cores in of_ranks if cores & allowed]
+    return max(1, int(min(len(allowed) / len(sharing), quota / len(of_ranks))))
 
 
-def bind_cores(threads: int, cores: Cores | None) -> None:
-    """Limit this process to ``threads`` threads, and bind it to ``cores`` unless ``None``."""
+def limit_threads(threads: int) -> None:
+    """Limit this process to some number of threads."""
     import torch
 
-    _original_cores()
     # Both: torch may have fixed its number at import, and other libraries read the variable.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-    if cores and hasattr(os, "sched_setaffinity"):
-        # Every thread: those already running do not follow the main thread to other cores.
-        tasks = Path("/proc/self/task")
-        for thread in [int(path.name) for path in tasks.iterdir()] if tasks.exists() else [0]:
-            with suppress(ProcessLookupError):  # it has ended since it was listed
-                os.sched_setaffinity(thread, cores)
-
-
-def unbind_thread() -> None:
-    """Let the calling thread run on all cores that this process had before :func:`bind_cores`.
-
-    For background work, which would otherwise compete with the steps for a core while another may be idle.
-    """
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(threading.get_native_id(), _original_cores())
-
-
-@cache
-def _original_cores() -> Cores:
-    """Return the cores that this process could run on originally: :func:`bind_cores` calls this before it binds."""
-    return own_cores()

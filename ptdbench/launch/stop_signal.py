@@ -1,17 +1,10 @@
-"""Stop signals: noted on arrival; all ranks stop after the same step.
-
-Python runs a signal handler between two bytecode instructions, which a rank waiting in a collective never reaches. If a
-launcher then killed it, there would be no trace that it had been asked to stop.
-"""
+"""Stop signals: all ranks stop after the same step."""
 
 from __future__ import annotations
 
 import signal
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,37 +14,6 @@ from ptdbench.launch import collect, local
 
 #: Errors that end a run in their own way, whatever signal has arrived.
 _OF_THEIR_OWN = (MemoryError, FloatingPointError, torch.OutOfMemoryError)
-
-
-@contextmanager
-def noting_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Within the context, call ``note`` in a thread with each signal that will raise a ``Stopped``.
-
-    Signals with another handler, such as :class:`StopSignal`, are not noted, as they do not stop the rank themselves.
-    In another than the main thread, which receives none, it does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    here, there = socket.socketpair()
-    there.setblocking(False)
-
-    def listen() -> None:
-        while numbers := here.recv(64):
-            for number in numbers:
-                if local.stops(number):
-                    note(number)
-
-    thread = threading.Thread(target=listen, daemon=True, name="witness of signals")
-    thread.start()
-    before = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        there.close()  # ends the thread
-        thread.join()
-        here.close()
 
 
 #: Approximate seconds between two checks: short compared with a cluster's grace period, long compared with a step.

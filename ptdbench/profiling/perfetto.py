@@ -17,10 +17,7 @@ Event = dict[str, Any]
 #: The trace of all ranks in the directory of a run.
 NAME = "trace.json.gz"
 
-#: Events that are in flight while the thread that started them continues.
-_MESSAGES = ("gloo:send", "gloo:recv")
-
-#: Maximum number of arrows and messages in the trace of one rank.
+#: Maximum number of arrows in the trace of one rank.
 _ARROWS = 2**40
 
 #: Maximum number of processes of one rank in the merged trace: its threads, its GPU, the profiler's own; rank r has the
@@ -47,7 +44,7 @@ def merge(traces: Iterable[Path], names: Sequence[str], ahead: Sequence[float], 
             base = trace.get("baseTimeNanoseconds", 0)
             origin = base if origin is None else origin
             shift = (base - origin) / 1e3 - 1e6 * offset
-            for event in _messages_apart(_of_rank(trace["traceEvents"], rank, name, shift), rank):
+            for event in _of_rank(trace["traceEvents"], rank, name, shift):
                 file.write(separator + json.dumps(event))
                 separator = ",\n"
         file.write("\n]}\n")
@@ -74,19 +71,3 @@ def _of_rank(events: Iterable[Event], rank: int, name: str, shift: float) -> Ite
             changed["args"] = {"sort_index": processes[pid]}
         if what != "process_labels":
             yield changed
-
-
-def _messages_apart(events: Iterable[Event], rank: int) -> Iterable[Event]:
-    """Yield the events with gloo's messages on separate rows.
-
-    They are recorded in the calling thread, which continues meanwhile, and Perfetto drops events that outlast the
-    enclosing operation.
-    """
-    for number, event in enumerate(events):
-        if event["name"] not in _MESSAGES:
-            yield event
-            continue
-        duration = event.pop("dur")
-        begin = {**event, "ph": "b", "id": rank * _ARROWS + number}
-        yield begin
-        yield {**begin, "ph": "e", "ts": event["ts"] + duration, "args": {}}

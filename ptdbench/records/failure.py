@@ -12,19 +12,17 @@ import socket
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ptdbench.files import replace_bytes, write_json
-from ptdbench.launch import crash
 from ptdbench.launch.local import STOP_SIGNALS
 from ptdbench.problems import said
 from ptdbench.records.schema import Error
 
 _PACKAGE = Path(__file__).parents[1]
-_START = _PACKAGE / "run" / "rank.py"
 _EXAMPLES = _PACKAGE / "examples"
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 _LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
@@ -36,27 +34,13 @@ def user_frame(exception: BaseException) -> str:
     User code is code outside this package, Python's library and the installed packages; failing that, as with a model
     from a package, the last frame in an installed package other than torch.
     """
-    frames = reversed(traceback.extract_tb(exception.__traceback__))
-    return _first([(frame.filename, frame.lineno or 0, frame.name) for frame in frames], (_is_own, _is_of_package))
-
-
-def last_frame(calls: Sequence[tuple[str, int, str]]) -> str:
-    """Return the innermost call in user code, as :func:`user_frame` does; failing that, in this package.
-
-    ``calls`` are the file, line and function of each call, innermost first; those that started the run are ignored.
-    """
-    started = next((place for place, (file, *_) in enumerate(calls) if Path(file) == _START), len(calls))
-    return _first(calls[: started + 1], (_is_own, _is_of_package, lambda path: _PACKAGE in path.parents))
-
-
-def _first(calls: Sequence[tuple[str, int, str]], wanted: Sequence[Callable[[Path], bool]]) -> str:
-    for is_wanted in wanted:
-        for file, line, function in calls:
-            path = Path(file)
+    frames = [*reversed(traceback.extract_tb(exception.__traceback__))]
+    for is_wanted in (_is_own, _is_of_package):
+        for frame in frames:
+            path, here = Path(frame.filename), Path.cwd()
             if path.is_absolute() and is_wanted(path):
-                here = Path.cwd()
                 shown = path.relative_to(here) if here in path.parents else path.name
-                return f"{shown}:{line} in {function}"
+                return f"{shown}:{frame.lineno} in {frame.name}"
     return ""
 
 
@@ -76,9 +60,6 @@ _LONGEST_MESSAGE, _LONGEST_TRACEBACK = 20_000, 200_000
 #: The traceback of the exception that made a run fail, in its directory.
 TRACEBACK = "traceback.txt"
 
-#: The stacks of a rank that crashed in native code, beside the reports of the others.
-_CRASH = "crash-rank-{}.txt"
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -95,8 +76,7 @@ class Failure:
     #: For a rank stopped by a signal: the ranks not known to be stopped. If one of them reports something later, it was
     #: alive, and the signal was not sent to all.
     unheard: list[int] = field(default_factory=list)
-    #: The last frame in the user's code, such as ``mymodels.py:13 in forward``; failing that, for a crash in native
-    #: code, the last frame in this package; else empty.
+    #: The last frame in the user's code, such as ``mymodels.py:13 in forward``; else empty.
     where: str = ""
 
     def as_error(self) -> dict[str, object]:
@@ -163,17 +143,6 @@ def describe_exits(exit_codes: Mapping[int, int], world_size: int, oom_kills: in
     return failures
 
 
-def crash_file(folder: Path, rank: int) -> Path:
-    """Return the file, in the folder of reports, for the stacks of a rank that crashes in native code."""
-    return folder / _CRASH.format(rank)
-
-
-def clear(folder: Path) -> None:
-    """Remove the empty crash files of ranks that were killed but did not crash."""
-    for path in folder.glob(_CRASH.format("*")):
-        crash.discard_empty(path)
-
-
 def write_failure(folder: Path, failure: Failure) -> Failure:
     """Write a report unless the rank has one; returns the rank's first report, as later ones are its consequences."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,7 +153,7 @@ def write_failure(folder: Path, failure: Failure) -> Failure:
 
 
 def write_traceback(directory: Path, failure: Failure) -> None:
-    """Write the traceback of an exception in user code, or of a crash, into the run's directory for the user."""
+    """Write the traceback of an exception in user code into the run's directory for the user."""
     if failure.where:
         with suppress(OSError):
             replace_bytes(directory / TRACEBACK, failure.traceback.encode(errors="backslashreplace"))
@@ -196,33 +165,13 @@ def amend_failure(folder: Path, failure: Failure) -> None:
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """Return the reports in a folder, by time; for a rank without one, its crash in native code if there was one."""
-    by_rank = {}
-    for path in folder.glob(_CRASH.format("*")):
-        with suppress(OSError):  # removed by a rank that has just ended successfully
-            if ended := crash.read(path.read_text(errors="replace")):
-                rank = _rank(path)
-                message, at, where = _signal_message(ended.signal), path.stat().st_mtime, last_frame(ended.calls)
-                by_rank[rank] = Failure(rank, ended.signal, message, ended.stack, at, "", where=where)
-    by_rank |= {failure.rank: failure for failure in map(_read, folder.glob("rank-*.json"))}
-    return sorted(by_rank.values(), key=lambda failure: failure.time)
+    """Return the reports in a folder, by time."""
+    return sorted(map(_read, folder.glob("rank-*.json")), key=lambda failure: failure.time)
 
 
 def reporters(folder: Path) -> set[int]:
-    """Return the ranks with a report or the stacks of a crash in a folder."""
-    paths = [*folder.glob("rank-*.json"), *filter(_has_content, folder.glob(_CRASH.format("*")))]
-    return set(map(_rank, paths))
-
-
-def _rank(path: Path) -> int:
-    return int(path.stem.rpartition("-")[2])
-
-
-def _has_content(path: Path) -> bool:
-    try:
-        return path.stat().st_size > 0
-    except OSError:  # as above
-        return False
+    """Return the ranks with a report in a folder."""
+    return {int(path.stem.rpartition("-")[2]) for path in folder.glob("rank-*.json")}
 
 
 def _read(path: Path) -> Failure:

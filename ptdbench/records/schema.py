@@ -41,10 +41,9 @@ class Error(Struct):
     rank: Whole  #: The rank that failed first; -1 for the process that starts the ranks.
     type: str  #: The class of the exception, or the name of the signal.
     message: str  #: The error message.
-    #: The traceback as text, or the stack of a crash in native code; empty if the process could not write one.
+    #: The traceback as text; empty if the process could not write one.
     traceback: str
-    #: The last frame in the user's code, such as ``mymodels.py:13 in forward``; failing that, for a crash in native
-    #: code, the last frame in ptdbench; else empty.
+    #: The last frame in the user's code, such as ``mymodels.py:13 in forward``; else empty.
     where: str | None = None
 
 

@@ -32,7 +32,7 @@ from ptdbench.report import display
 from ptdbench.report.display import Display
 from ptdbench.run import ending, micro_batch, rank, ranks
 from ptdbench.setup import resume, training_spec
-from ptdbench.setup.config import Config, of_record
+from ptdbench.setup.config import of_record
 from ptdbench.terminal import echo
 
 
@@ -91,7 +91,6 @@ def _run(directory: Path, world: World | None) -> None:
     """Execute a run, from the point of view of the process that starts it."""
     if world:
         settings.enable_expandable_segments(os.environ)
-        settings.log_errors_only(os.environ)
     attempt = Attempt(directory, rendezvous.launch_name(world) if world else uuid.uuid4().hex)
     is_first = rank.count(directory) == 1
     watch = Stopwatch(psutil.Process().create_time() if world and is_first else time.time())
@@ -105,7 +104,9 @@ def _run(directory: Path, world: World | None) -> None:
     config = of_record(opened.written)
     try:  # an OSError comes from the data: no record is written in this block
         if opened.layout.data:  # it trains: so that bad data is reported before any rank starts
-            _prepare_data(config, heading)
+            with Display(heading, stays=False) as shown:  # it may include a download
+                shown.phase("preparing the data")
+                training_spec.prepare_data(config)
     except BaseException as error:
         ending.fail(attempt, failure.describe(error, rank=-1))
         if not isinstance(error, Exception):
@@ -125,10 +126,3 @@ def claimed(attempt: Attempt, launcher: str) -> Attempt:
     except ConfigError as held:
         echo(str(held), sys.stderr)
         raise SystemExit(1) from None
-
-
-def _prepare_data(config: Config, heading: display.Heading) -> None:
-    """Prepare the data once per machine, which may include a download."""
-    with Display(heading, stays=False) as shown:
-        shown.phase("preparing the data")
-        training_spec.prepare_data(config)

@@ -6,8 +6,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.job import Outcome, Results
-from ptdbench.launch import local, slurm
+from ptdbench.launch import slurm
 from ptdbench.launch.slurm import SlurmError
-from ptdbench.launch.stop_signal import noting_stop_signals
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import Peer, World
 from ptdbench.measure.hardware import environment
@@ -98,21 +97,6 @@ def fail(attempt: Attempt, cause: failure.Failure) -> None:
 def fail_if_open(attempt: Attempt, cause: failure.Failure) -> None:
     """Record the cause of failure of a run that has recorded no end."""
     attempt.amend(lambda written: record.failed(written, cause) if record.is_open(written) else None)
-
-
-@contextmanager
-def witness(world: World, attempt: Attempt) -> Iterator[None]:
-    """Within the context, report a stop signal to this rank on arrival, even if the rank never gets to handle it.
-
-    Local ranks need no witness: their parent sees how they end.
-    """
-
-    def note(number: int) -> None:
-        with suppress(OSError):
-            failure.write_failure(attempt.failures, failure.describe(local.Stopped(number), world.rank))
-
-    with nullcontext() if world.started_by.has_parent else noting_stop_signals(note):
-        yield
 
 
 def report(world: World, attempt: Attempt, error: BaseException) -> None:

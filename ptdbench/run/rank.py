@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from functools import partial
@@ -11,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from ptdbench.job import Job, Workload
-from ptdbench.launch import crash, devices, local, peers, rendezvous
+from ptdbench.launch import devices, local, peers, rendezvous
 from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World
 from ptdbench.measure import hardware, memory
@@ -45,14 +46,14 @@ def of_launcher(world: World, attempt: Attempt, watch: Stopwatch, heading: Headi
         SystemExit: The run failed here; the reason is in the run's directory.
     """
     spec = refused = None
-    with crash.kept(failure.crash_file(attempt.failures, world.rank)):
-        try:
-            rendezvous.export(world, os.environ)  # a user's model may read its rank when it is constructed
-            spec = _built(attempt, world, watch)
-        except ConfigError as error:
-            refused = error
-        except BaseException as error:
-            _report(world, attempt, error)
+    faulthandler.enable(2)  # print stacks on stderr if native code crashes
+    try:
+        rendezvous.export(world, os.environ)  # a user's model may read its rank when it is constructed
+        spec = _built(attempt, world, watch)
+    except ConfigError as error:
+        refused = error
+    except BaseException as error:
+        _report(world, attempt, error)
     try:
         rendezvous.agree(f"specified {len(_RUNS)}", world, lambda: "by all", refused)
     except ConfigError as error:
@@ -69,12 +70,11 @@ def take_part(world: World, attempt: Attempt, watch: Stopwatch, heading: Heading
     Raises:
         SystemExit: The run failed here; the reason is in the run's directory.
     """
-    with crash.kept(failure.crash_file(attempt.failures, world.rank)):
-        try:
-            with ending.witness(world, attempt), Display(heading if world.is_first else None) as display:
-                _work(spec or _built(attempt, world, watch), world, attempt, watch, display)
-        except BaseException as error:
-            _report(world, attempt, error)
+    try:
+        with Display(heading if world.is_first else None) as display:
+            _work(spec or _built(attempt, world, watch), world, attempt, watch, display)
+    except BaseException as error:
+        _report(world, attempt, error)
 
 
 def _report(world: World, attempt: Attempt, error: BaseException) -> NoReturn:
@@ -94,7 +94,7 @@ def _built(attempt: Attempt, world: World, watch: Stopwatch) -> RunSpec:
     config = tries.with_found_micro_batch(of_record(record.written), record)
     layout = BatchPlan.of(record.written["layout"]) if record.layout.data else None
     if not world.started_by.has_parent:
-        devices.check(world, str(config.resolved.get("device")), str(config.resolved.get("backend")))
+        devices.check(world, str(config.resolved.get("device")))
     devices.select(world, str(config.resolved.get("device")))
     spec = run_spec.build(config, layout, world)
     if not (world.started_by.has_parent and spec.device_type == "cpu"):  # the parent has checked the host
@@ -116,7 +116,7 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
         rendezvous.process_group(world, spec.backends, device, key, dog.limited, patience),
     ):
         with dog.limited(JOINED):
-            peers.bind_to_share(world, spec.config.cluster.cpus_per_rank)
+            peers.share_cores(world, spec.config.cluster.cpus_per_rank)
             met = peers.gather_peers(world, device)
         watch.lap("rendezvous")
         note = partial(ending.update_record, attempt)

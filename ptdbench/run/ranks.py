@@ -55,15 +55,12 @@ def start(config: Config, attempt: Attempt, watch: Stopwatch, heading: Heading) 
     else:
         reason = "every rank ended with exit status 0 and without a result"
         ending.fail_if_open(attempt, failure.of_launcher("ExitStatus", reason))
-    finally:
-        failure.clear(attempt.failures)
 
 
 def _as_rank(environ: Mapping[str, str], attempt: Attempt, watch: Stopwatch, heading: Heading) -> None:
     """Run as a local rank, after applying the settings that the fork server could not know."""
     local.die_on_signals()
     settings.enable_expandable_segments(os.environ)
-    settings.log_errors_only(os.environ)
     settings.enable_sanitizer(os.environ)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all peers are on this machine

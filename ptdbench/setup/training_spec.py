@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ptdbench.data import own
 from ptdbench.data.protocol import Data
 from ptdbench.models import foreign
-from ptdbench.models.experts import Experts
 from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, members, module_of
 from ptdbench.models.state import Modes
 from ptdbench.models.trial import failure, observe
@@ -220,8 +219,6 @@ def specify(
             found.catch(lambda: strategy.check_option("optimizer", optimizer(_of_one_number(module_of(model))), where))
     if activations and model:
         found.catch(lambda: require(*_untreated(config, activations, model)))
-    if model:
-        found.catch(lambda: require(*_misaligned(config, model)))
     if model and data and strategy and where and activations:
         found.catch(_check_observed, config, model, data, strategy, where.dims, activations)
     found.close()
@@ -382,19 +379,6 @@ def _untreated(config: Config, activations: Activations, model: Model) -> Iterat
         if isinstance(part, nn.RReLU) and part in inside and isinstance(activations, Offload):
             rule = f"{path} draws its noise after autograd has saved it, so that what is copied is not yet there"
             yield Problem("activations", name, rule, "try keep, recompute")
-
-
-def _misaligned(config: Config, model: Model) -> Iterator[Problem]:
-    """Yield sizes of experts that the grouped kernel does not take, whose rows must be multiples of 16 bytes."""
-    precision = config.general.precision
-    unit = 16 // DTYPES[precision].itemsize
-    for part in module_of(model).modules():
-        if isinstance(part, Experts) and part.product == "grouped":
-            sizes = {"width": part.gate_up.shape[2], "expert_hidden": part.down.shape[2]}
-            rule = f"must be a multiple of {unit} with model.product=grouped and precision={precision}"
-            for name, size in sizes.items():
-                if size % unit:
-                    yield Problem(f"model.{name}", size, rule, f"try {-(-size // unit) * unit}, or model.product=loop")
 
 
 #: What a forward pass may do that some options do not go with, and how that is told; see :class:`Observed`.

@@ -12,8 +12,8 @@ from pathlib import Path
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.records import ledger, ownership, schema, store
-from ptdbench.records.failure import Failure, of_launcher, read_failures, root_cause, write_traceback
-from ptdbench.records.ownership import Attempt, Progress, read_progress
+from ptdbench.records.failure import Failure, of_launcher
+from ptdbench.records.ownership import Progress, read_progress
 from ptdbench.records.record import failed
 from ptdbench.records.run_record import RunRecord, typed
 from ptdbench.report.remarks import OUTPUT
@@ -220,11 +220,7 @@ def _record_ends(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str
         owner = record.owner and record.owner.job
         if record.status == DAMAGED or (record.is_open and owner not in (None, job.id)):
             continue  # nothing more can be known; or another job owns the run, and refused this one
-        crash = _crash(path, record) if record.is_open and not _says_more(state) else None
-        if crash:
-            write_traceback(path, crash)
-            conclude(directory, job.directory, crash)
-        elif record.is_open or (_was_signaled(record) and _says_more(state)):
+        if record.is_open or (_was_signaled(record) and _says_more(state)):
             kind, message = _end(job, state, begun=owner is not None)
             if "it has saved" in record.error.message:  # and how to resume it
                 message += f"; {record.error.message}"
@@ -232,12 +228,6 @@ def _record_ends(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str
             conclude(directory, job.directory, cause, STATUS_OF.get(kind, "failed"))
         elif result is None:
             store.append_result(directory, record.written)  # the job was killed between its record and the results
-
-
-def _crash(directory: Path, record: RunRecord) -> Failure | None:
-    """Return the cause of failure from the reports of ranks, if all crashed at once and none could record it."""
-    reports = read_failures(Attempt(directory, record.owner.launch).failures) if record.owner else []
-    return root_cause(reports, record.world_size or 1) if reports else None
 
 
 def _is_gone(state: JobState | None) -> bool:

@@ -27,7 +27,7 @@ from ptdbench.training.recorder import Recorder
 
 
 class Checkpointing:
-    """Resumes a run from its last checkpoint and writes new ones, with its evaluations.
+    """Resumes a run from its last checkpoint and writes new ones, with the evaluations before them.
 
     The recorder is drained before each save, so that checkpoint and series on disk are consistent.
     """
@@ -112,11 +112,6 @@ class Checkpointing:
         if self._saver and self._saved != self._loop.done:
             with self._job.watchdog.paused(), self._job.display.during("saving"):
                 self._save(self._saver)
-
-    def store_evaluation(self) -> None:
-        """Store an evaluation of the last step with its checkpoint, if there is one."""
-        if self._saver and self._saved == self._loop.done:
-            self._saver.amend(self._saved, {"evaluations": to_builtins(self._evaluator.done)})
 
     def finish(self) -> None:
         """Save the last step unless it is saved, and wait until it is on disk."""

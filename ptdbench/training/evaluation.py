@@ -46,18 +46,16 @@ class Evaluator:
             return False
         return at_end or steps % every == 0
 
-    def __call__(self, stopped: Callable[[int], str | None]) -> bool:
-        """Evaluate, and return whether it finished; called in all ranks, between two steps.
+    def __call__(self, stopped: Callable[[int], str | None]) -> None:
+        """Evaluate, unless it is stopped; called in all ranks, between two steps.
 
         ``stopped``: called after each batch with their number; returns why to stop, the same on all ranks.
         """
         with self._job.watchdog.paused(), self._job.display.during("evaluating"):
             evaluation = self._evaluate(stopped)
-        if evaluation is None:
-            return False
-        self.done.append(evaluation)
-        self._job.display.remark = str(evaluation)
-        return True
+        if evaluation:
+            self.done.append(evaluation)
+            self._job.display.remark = str(evaluation)
 
     def _evaluate(self, stopped: Callable[[int], str | None]) -> Evaluation | None:
         if self._job.device.type == "cuda":

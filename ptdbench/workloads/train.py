@@ -101,13 +101,8 @@ class _Training:
         stopped = None
         advancing = steps(self._job, loop, at_end=self._meter.stop)
         with StopSignal() as stop_signal, closing(advancing) as advance:
-
-            def evaluate() -> None:
-                if evaluator(stop_signal.meanwhile()):
-                    checkpointing.store_evaluation()
-
-            if loop.done and evaluator.due():  # the run was interrupted between checkpoint and evaluation
-                evaluate()
+            if loop.done and evaluator.due():  # a checkpoint is written before the evaluation of its step
+                evaluator(stop_signal.meanwhile())
             for _ in advance:
                 if loop.taken == compared:
                     self._compare_replicas()
@@ -116,7 +111,7 @@ class _Training:
                         if checkpointing.due:  # first: an evaluation may take longer than the run has left
                             checkpointing.save()
                         if evaluated := evaluator.due():
-                            evaluate()
+                            evaluator(stop_signal.meanwhile())
                         if evaluated or recorder.due:
                             recorder.show(evaluator.done)
                 if stopped := stop_signal.received(loop.taken):
@@ -126,7 +121,7 @@ class _Training:
                 self._compare_replicas()
                 if evaluator.due(at_end=True):
                     checkpointing.save()
-                    evaluate()
+                    evaluator(stop_signal.meanwhile())
                     stopped = stop_signal.received(loop.taken)
             checkpointing.finish()
         return stopped

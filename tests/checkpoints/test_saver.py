@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ptdbench.checkpoints import checkpoint_dir, safe_load, saver
 from ptdbench.checkpoints.saver import Saver
-from ptdbench.launch import settings
 from tests.parallel.ranks import on_ranks
 
 
@@ -68,16 +67,6 @@ def test_newest_are_kept_and_a_step_can_be_saved_again(keeper, weight, tmp_path)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
     assert torch.equal(loaded(tmp_path), weight["model.weight"] * 2)
     assert len(keeper.stall_seconds) == 5
-
-
-def test_amended_facts_join_the_saved_ones(keeper, weight, tmp_path):
-    keeper.save(3, weight, {}, {"seen": 1, "kept": 2})
-    keeper.amend(3, {"seen": 5})  # while they are being written
-    keeper.amend(4, {"seen": 6})  # of weights that could not be saved
-    keeper.wait()
-    assert checkpoint_dir.newest(tmp_path).checkpoint.manifest.facts == {"seen": 5, "kept": 2}
-    assert names(tmp_path) == ["step-00000003"]
-    assert keeper.problems == []
 
 
 def test_broken_checkpoint_does_not_count_until_rewritten(keeper, weight, tmp_path):
@@ -250,17 +239,15 @@ def test_failure_of_one_rank_is_noted_by_all(alone, tmp_path):
 
 
 def test_only_the_writing_thread_has_lower_priority(alone, tmp_path, weight, monkeypatch):
-    priorities, freed = [], []
+    priorities = []
     monkeypatch.setattr(
         checkpoint_dir,
         "write_manifest",
         lambda *_: priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
     )
-    monkeypatch.setattr(settings, "unbind_thread", lambda: freed.append(threading.current_thread().name))
     before = os.getpriority(os.PRIO_PROCESS, 0)
     keeper = Saver(tmp_path, keep=1)
     keeper.save(1, weight, {}, {})
     keeper.close()
     assert priorities == [min(before + saver._NICE, 19)]
-    assert freed == ["checkpoint"]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before

@@ -1,7 +1,6 @@
 """Copies in memory that is reused, and what is asked of CUDA for tensors on a GPU."""
 
 import gc
-import mmap
 from unittest import mock
 
 import pytest
@@ -31,37 +30,37 @@ def test_copies_are_equal_and_independent():
         tensors[name].zero_()
         assert torch.equal(copies[name], tensor)
         assert (copies[name].dtype, copies[name].stride()) == (tensor.dtype, tensor.stride())
-        # torch.save writes the storage
-        assert copies[name].untyped_storage().nbytes() == tensor.nbytes
 
 
-def test_memory_is_reused_for_equal_layouts_and_copies_have_no_gaps():
-    stage = Staging()
-    places = [{name: copy.data_ptr() for name, copy in stage(some(value))().items()} for value in (1.0, 2.0)]
-    assert places[0] == places[1]
-    assert torch.equal(stage(some(3.0))()["weight"], torch.full((3, 5), 3.0))
+def test_memory_is_reused_for_the_same_tensors_until_closed():
+    stage, tensors = Staging(), some(1.0)
+    first = {name: copy.data_ptr() for name, copy in stage(tensors)().items()}
+    for tensor in tensors.values():
+        tensor.fill_(2)
+    copies = stage(tensors)()
+    assert {name: copy.data_ptr() for name, copy in copies.items()} == first
+    assert torch.equal(copies["weight"], torch.full((3, 5), 2.0))
     assert stage({"weight": torch.ones(2)})().keys() == {"weight"}
-    tensor = torch.arange(12.0).reshape(3, 4)[:, :2]
-    copy = Staging()({"part": tensor})()["part"]
-    assert torch.equal(copy, tensor)
-    assert copy.untyped_storage().nbytes() == 24
+    stage.close()
+    assert stage(tensors)()["weight"].data_ptr() != first["weight"]
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
     """What staging asks of CUDA, in order."""
-    asked, copy = mock.MagicMock(), Tensor.copy_
+    asked, copy = mock.MagicMock(), torch.UntypedStorage.copy_
 
-    def copied(into: Tensor, tensor: Tensor, non_blocking: bool = False) -> Tensor:
-        asked.copy(into.data_ptr(), non_blocking)
-        return copy(into, tensor)
+    def copied(into: torch.UntypedStorage, source: torch.UntypedStorage, non_blocking: bool = False) -> object:
+        asked.copy(non_blocking)
+        return copy(into, source)
 
     monkeypatch.setattr(saver, "_on_gpu", lambda tensors: True)
     for name in ("Event", "Stream", "stream", "current_stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, getattr(asked, name))
     monkeypatch.setattr(torch.cuda._pin_memory_utils, "pin_memory", asked.pin)
     monkeypatch.setattr(torch.cuda._pin_memory_utils, "unpin_memory", asked.unpin)
-    monkeypatch.setattr(Tensor, "copy_", copied)
+    monkeypatch.setattr(torch.UntypedStorage, "copy_", copied)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return asked
 
 
@@ -75,17 +74,13 @@ class TestOnAGpu:
         tensors = some()
         stage = Staging()
         when_copied = stage(tensors, {"weight", "step"})
-        assert asked(cuda) == [
-            "pin", *["copy"] * (len(tensors) - 2), "Stream", "current_stream", "Stream().wait_stream", "stream",
+        assert [name for name in asked(cuda) if name != "pin"] == [
+            *["copy"] * 4, "Stream", "current_stream", "Stream().wait_stream", "stream",
             "stream().__enter__", "copy", "copy", "Event", "Event().record", "stream().__exit__",
         ]  # fmt: skip
         assert cuda.Stream().wait_stream.call_args.args == (cuda.current_stream(),)
         assert cuda.stream.call_args.args == (cuda.Stream(),)
-        address, size = cuda.pin.call_args.args
-        assert address % mmap.PAGESIZE == 0
-        for place, non_blocking in (call.args for call in cuda.copy.call_args_list):
-            assert non_blocking
-            assert place == 0 or address <= place < address + size  # an empty tensor is nowhere
+        assert all(non_blocking for (non_blocking,) in (call.args for call in cuda.copy.call_args_list))
         cuda.reset_mock()
         when_copied()
         stage.settle()
@@ -93,19 +88,11 @@ class TestOnAGpu:
         assert cuda.current_stream().wait_stream.call_args.args == (cuda.Stream(),)
 
     def test_memory_is_pinned_until_closed(self, cuda):
-        stage = Staging()
-        stage(some(1.0))
-        stage(some(2.0))
+        stage, tensors = Staging(), some(1.0)
+        stage(tensors)
+        stage(tensors)
+        pinned = [call.args[0] for call in cuda.pin.call_args_list]
+        assert len(pinned) == len({*pinned}) >= 4
         stage.close()
-        stage.close()
-        assert cuda.pin.call_count == 1
-        assert [call.args for call in cuda.unpin.call_args_list] == [cuda.pin.call_args.args[:1]]
-
-    def test_dropped_memory_is_unpinned(self, cuda):
-        stage = Staging()
-        stage(some())
-        stage({"weight": torch.ones(2)})
-        assert [name for name in asked(cuda) if "pin" in name] == ["pin", "unpin", "pin"]
-        del stage
         gc.collect()
-        assert [name for name in asked(cuda) if "pin" in name] == ["pin", "unpin"] * 2
+        assert {call.args[0] for call in cuda.unpin.call_args_list} == {*pinned}

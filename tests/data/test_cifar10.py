@@ -2,7 +2,6 @@ import http.server
 import os
 import pickle
 import shutil
-import socket
 import threading
 from functools import partial
 from pathlib import Path
@@ -204,15 +203,6 @@ class TestDownload:
         assert (problem.option, problem.value) == ("root", root)
         assert f"cannot download or unpack {ARCHIVE}: HTTP Error 404" in problem.rule
         assert "put a complete archive there" in problem.remedy
-
-    def test_fails_where_no_more_comes(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("no_proxy", "*")
-        monkeypatch.setattr("ptdbench.data.cifar10._STALLED", 0.2)
-        with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
-            url = f"http://127.0.0.1:{silent.getsockname()[1]}/{ARCHIVE}"
-            small_cifar10.write(tmp_path, url=url).unlink()
-            assert "cannot download or unpack" in problem_of(small(tmp_path, download=True).prepare).rule
-        assert socket.getdefaulttimeout() is None
 
     def test_default_root_is_the_users_cache(self, cache, tmp_path, server, monkeypatch):
         root, _ = self.shown(tmp_path, server)

@@ -135,17 +135,17 @@ class TestTokenizer:
         assert [tensor.tolist() for tensor in after] == [[[70_000, 65_535, 3]], [[65_535, 3, 65_535]]]
         assert len(list(cache.glob("*.tokens"))) == 2
 
-    def test_malformed_or_empty_text_leaves_no_cache(self, tmp_path, numbers, cache, monkeypatch):
-        monkeypatch.setattr("ptdbench.data.corpus._BATCH_BYTES", 1)  # what comes before it is written
+    def test_malformed_text_leaves_no_cache_and_empty_text_is_refused(self, tmp_path, numbers, cache, monkeypatch):
+        monkeypatch.setattr("ptdbench.data.corpus._BATCH", 1)  # what comes before it is written
         file = tmp_path / "counting.jsonl"
         file.write_text('{"text": "one"}\n{"text": "two"}\nthree\n')
         problem = refused(file, tokenizer=numbers)
         assert (problem.option, problem.value) == ("path", file)
         assert f"{file}, line 3: " in problem.rule
+        assert {path.suffix for path in cache.iterdir()} == {".lock"}
         file.write_text('{"text": ""}\n')
         problem = refused(file, tokenizer=numbers)
         assert (problem.option, problem.rule) == ("path", "has no text")
-        assert {path.suffix for path in cache.iterdir()} == {".lock"}
 
 
 class TestHeldOut:
@@ -181,15 +181,16 @@ class TestHeldOut:
         assert held_out.samples(2, 2)[0].shape == (0, 7)
 
     def test_part_needs_one_window(self, folder):
-        tokens = len(self.row(text(folder, held_out=1e-9, sequence_length=1).held_out))
-        assert tokens == 12, "one document and its separator"
-        assert len(text(folder, held_out=1e-9, sequence_length=11).held_out) == 1
-        problem = refused(folder, held_out=1e-9, sequence_length=12)
-        assert told(problem) == ("held_out", 1e-9, "try a larger fraction, a sequence_length of 11")
-        assert "12 tokens" in problem.rule
-        problem = refused(folder, held_out=1 - 1e-9, sequence_length=12)
-        assert told(problem) == ("sequence_length", 12, "try a sequence_length of 11")
-        assert problem.rule.startswith("the text for training has 12 tokens")
+        share = 0.095  # of the places in 0 to 1 two are below
+        tokens = len(self.row(text(folder, held_out=share, sequence_length=1).held_out))
+        assert tokens == 24, "two documents and their separators"
+        assert len(text(folder, held_out=share, sequence_length=23).held_out) == 1
+        problem = refused(folder, held_out=share, sequence_length=24)
+        assert told(problem) == ("held_out", share, "try a larger fraction, a sequence_length of 23")
+        assert "24 tokens" in problem.rule
+        remedy = "more documents, which are files and lines of .jsonl files (split -l 1000 splits a file)"
+        assert told(refused(folder, held_out=1e-9)) == ("held_out", 1e-9, f"try a larger fraction, {remedy}")
+        assert told(refused(folder, held_out=1 - 1e-9)) == ("held_out", 1 - 1e-9, f"try a smaller fraction, {remedy}")
 
     def test_bytes_per_token_of_held_out_text(self, folder, tmp_path):
         path = tiny_tokenizer.pairs(tmp_path / "pairs.json", "document 0 document 1 " * 20, size=290)

@@ -1,11 +1,8 @@
-import io
-import sys
-
 import numpy as np
 import pytest
 import tokenizers
 
-from ptdbench.data.corpus import Part, Tokenizer, files_at
+from ptdbench.data.corpus import Tokenizer, documents, files_at
 from tests.data import tiny_tokenizer
 from tests.data.made import problem_of
 
@@ -20,14 +17,13 @@ def corpus(tmp_path):
         folder.mkdir()
         for number, text in enumerate(texts):
             (folder / f"{number}.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
-        return Part(files_at(folder))
+        return files_at(folder)
 
     return put
 
 
-def tokens_of(path, documents):
-    pieces = list(Tokenizer(path).pieces(documents, "test"))
-    return np.concatenate([piece.tokens for piece in pieces])
+def tokens_of(path, files):
+    return np.concatenate([piece.tokens for piece in Tokenizer(path).tokens(documents(files))])
 
 
 @pytest.mark.parametrize("end", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]"])
@@ -38,12 +34,12 @@ def test_documents_end_with_the_end_token(tmp_path, corpus, end):
 
 def test_end_token_is_optional_and_may_be_zero(tmp_path, corpus):
     path = tiny_tokenizer.words(tmp_path / "t.json", NUMBERS | {"<end>": 9})
-    documents = corpus("two one", "three")
+    files = corpus("two one", "three")
     assert Tokenizer(path).end is None
-    assert tokens_of(path, documents).tolist() == [2, 1, 3]
+    assert tokens_of(path, files).tolist() == [2, 1, 3]
     path = tiny_tokenizer.pairs(tmp_path / "t.json", RHYME)
     assert Tokenizer(path).end == 0
-    assert tokens_of(path, documents).tolist().count(0) == 2
+    assert tokens_of(path, files).tolist().count(0) == 2
 
 
 def test_truncation_padding_and_templates_are_off(tmp_path, corpus):
@@ -62,9 +58,9 @@ def test_truncation_padding_and_templates_are_off(tmp_path, corpus):
 
 def test_long_documents_arrive_whole(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr("ptdbench.data.corpus._BLOCK_BYTES", 64)
-    monkeypatch.setattr("ptdbench.data.corpus._BATCH_BYTES", 100)
+    monkeypatch.setattr("ptdbench.data.corpus._BATCH", 2)
     path = tiny_tokenizer.pairs(tmp_path / "t.json", RHYME)
-    pieces = list(Tokenizer(path).pieces(corpus(RHYME, RHYME[:20]), "test"))
+    pieces = list(Tokenizer(path).tokens(documents(corpus(RHYME, RHYME[:20]))))
     assert len(pieces) > 3
     assert sum(piece.bytes for piece in pieces) == len(RHYME.encode()) + 20
     tokens = np.concatenate([piece.tokens for piece in pieces])
@@ -77,8 +73,8 @@ def test_long_documents_arrive_whole(tmp_path, corpus, monkeypatch):
 def test_tokens_equal_the_librarys(tmp_path, corpus):
     path = tiny_tokenizer.pairs(tmp_path / "t.json", RHYME)
     encode = tokenizers.Tokenizer.from_file(str(path)).encode
-    documents = corpus(RHYME, b"two \xffne")  # what is no UTF-8 is replaced
-    assert tokens_of(path, documents).tolist() == [*encode(RHYME).ids, 0, *encode("two \ufffdne").ids, 0]
+    files = corpus(RHYME, b"two \xffne")  # what is no UTF-8 is replaced
+    assert tokens_of(path, files).tolist() == [*encode(RHYME).ids, 0, *encode("two \ufffdne").ids, 0]
 
 
 @pytest.mark.parametrize(("largest", "dtype"), [(65_535, np.uint16), (65_536, np.uint32)])
@@ -115,36 +111,3 @@ def test_invalid_tokenizer_is_refused(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
     assert "is not a Hugging Face tokenizer.json" in problem_of(Tokenizer, path=path).rule
-
-
-class TestTelling:
-    @pytest.fixture
-    def tokenize(self, tmp_path, corpus):
-        path = tiny_tokenizer.words(tmp_path / "t.json", NUMBERS)
-        documents = corpus("one " * 1000, "two " * 500)  # 6,000 bytes
-        return lambda: list(Tokenizer(path).pieces(documents, "numbers"))
-
-    def test_two_lines(self, tokenize, monkeypatch, capsys):
-        tokenize()
-        assert capsys.readouterr() == ("", "")
-        monkeypatch.setattr("ptdbench.data.corpus._PROGRESS_BYTES", 6000)
-        tokenize()
-        out, err = capsys.readouterr()
-        first, last = err.splitlines()
-        assert (out, first) == ("", "tokenizing numbers (0 MB)")
-        assert last.startswith("tokenized numbers in ")
-        assert "MB/s" in last
-
-    def test_no_end_line_after_an_error(self, tokenize, monkeypatch, capsys):
-        monkeypatch.setattr("ptdbench.data.corpus._PROGRESS_BYTES", 0)
-        monkeypatch.setattr(Tokenizer, "_tokens", lambda self, batch: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            tokenize()
-        assert "tokenized" not in capsys.readouterr().err
-
-    def test_goes_on_where_nobody_can_listen(self, tokenize, monkeypatch):
-        monkeypatch.setattr("ptdbench.data.corpus._PROGRESS_BYTES", 0)
-        closed = io.StringIO()
-        closed.close()
-        monkeypatch.setattr(sys, "stderr", closed)
-        assert sum(len(piece.tokens) for piece in tokenize()) == 1500

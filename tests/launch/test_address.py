@@ -49,8 +49,9 @@ def test_host_is_the_first_node_of_the_step_or_job_and_a_malformed_list_refused(
     assert host(FAR["srun"], SLURM) == "gpu08"
     helper = {"SLURM_STEP_NODELIST": "gpu09"}  # what the ranks of other nodes inherit
     assert [host(FAR[launcher], SLURM | helper) for launcher in MPI] == ["gpu07"] * 2
-    assert refused(FAR["srun"], SLURM | {"SLURM_STEP_NODELIST": "gpu[9-8]"}) == (
-        "SLURM_STEP_NODELIST=gpu[9-8]: the range 9-8 counts down; set MASTER_ADDR to the host of rank 0 for all ranks"
+    assert refused(FAR["srun"], SLURM | {"SLURM_STEP_NODELIST": "gpu[9-"}) == (
+        "SLURM_STEP_NODELIST=gpu[9-: 'gpu[9-' is not a list of hosts such as gpu[01-03,7],login; "
+        "set MASTER_ADDR to the host of rank 0 for all ranks"
     )
 
 

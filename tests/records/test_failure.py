@@ -1,7 +1,6 @@
 """Failure reports of ranks, and where in a user's code an exception was raised."""
 
 import json
-import signal
 import socket
 import sysconfig
 import time
@@ -10,18 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import ptdbench
 from ptdbench.examples.custom_model import __file__ as example
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records.failure import (
-    clear,
-    crash_file,
     describe,
-    last_frame,
     read_failures,
     reporters,
-    root_cause,
-    status_of,
     user_frame,
     write_failure,
 )
@@ -66,52 +59,8 @@ def test_the_first_report_of_each_rank_comes_back_in_the_order_of_time(tmp_path)
     write_failure(tmp_path, early)
     assert write_failure(tmp_path, report(0, 0.5)) == late
     assert read_failures(tmp_path) == [early, late]
-    assert read_failures(tmp_path / "no reports") == []
-
-
-CRASHED = """\
-Fatal Python error: Segmentation fault
-
-Current thread 0x00007fc03c5d0b80 (most recent call first):
-  File "/somewhere/mymodels.py", line 13 in forward
-  File "{package}/run/rank.py", line 205 in _work
-  File "/somewhere/train.py", line 4 in <module>
-
-Extension modules: torch._C (total: 1)
-"""
-
-
-def crashed(folder: Path, rank: int) -> None:
-    crash_file(folder, rank).write_text(CRASHED.format(package=Path(ptdbench.__file__).parent))
-
-
-def test_a_rank_that_native_code_ended_has_left_its_stack_instead_of_a_report(tmp_path):
-    crashed(tmp_path, 11)
-    crash_file(tmp_path, 2).touch()  # goes on
-    write_failure(tmp_path, report(0, 1.0))
-    crashed(tmp_path, 0)  # on its way out, after it has said why it failed
     assert reporters(tmp_path) == {0, 11}
-    lost, found = read_failures(tmp_path)
-    assert (lost, found.rank, found.type) == (report(0, 1.0), 11, "SIGSEGV")
-    assert found.message == "killed by SIGSEGV (an invalid memory access in native code)"
-    assert found.where == "mymodels.py:13 in forward"
-    assert "line 13 in forward" in found.traceback
-    assert found.time == pytest.approx(time.time(), abs=60)
-    assert root_cause([lost, found, exited(11, time.time() + 1, -signal.SIGSEGV)], 12) is found
-    assert status_of(found) == "failed"
-
-
-def test_what_killed_ranks_leave_is_cleared(tmp_path):
-    folder = tmp_path / "failures" / "start"
-    clear(folder)  # nothing is there
-    folder.mkdir(parents=True)
-    crash_file(folder, 0).touch()
-    crashed(folder, 1)
-    clear(folder)
-    assert list(folder.iterdir()) == [crash_file(folder, 1)]
-    crash_file(folder, 1).write_text("")
-    clear(folder)
-    assert list(tmp_path.iterdir()) == []
+    assert read_failures(tmp_path / "no reports") == []
 
 
 def test_an_exception_that_cannot_say_what_it_is_is_still_reported():
@@ -159,30 +108,3 @@ def test_what_this_package_refuses_is_nowhere_in_a_users_code():
         require(Problem("a", 1, "no"))
     own = refused.value.__traceback__
     assert user_frame(refused.value.with_traceback(own and own.tb_next)) == ""
-
-
-PACKAGE = Path(example).parents[1]
-WITHIN = [
-    (str(SITE / "torch" / "nn" / "module.py"), 5, "_call_impl"),
-    (str(PACKAGE / "parallel" / "engine.py"), 229, "gradients"),
-]
-OUTSIDE = [
-    (str(PACKAGE / "run" / "rank.py"), 169, "take_part"),
-    (str(SITE / "hydra" / "main.py"), 94, "decorated_main"),
-    ("/somewhere/train.py", 4, "<module>"),
-]
-
-
-@pytest.mark.parametrize(
-    ("calls", "frame"),
-    [
-        ([WITHIN[0], ("/somewhere/mymodels.py", 2, "forward"), *WITHIN[1:], *OUTSIDE], "mymodels.py:2 in forward"),
-        ([(str(SITE / "transformers" / "gpt2.py"), 7, "forward"), *WITHIN, *OUTSIDE], "gpt2.py:7 in forward"),
-        ([*WITHIN, *OUTSIDE], "engine.py:229 in gradients"),
-        ([("/somewhere/mymodels.py", 2, "watch"), ("<string>", 1, "<module>")], "mymodels.py:2 in watch"),  # a thread
-        ([("<string>", 1, "<module>")], ""),
-    ],
-)
-def test_of_the_calls_of_a_crash_the_last_of_a_user_is_named_or_else_of_ours(calls, frame, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert last_frame(calls) == frame

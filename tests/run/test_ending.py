@@ -17,7 +17,7 @@ from ptdbench.launch.local import Stopped
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
-from ptdbench.records.failure import Failure, crash_file
+from ptdbench.records.failure import Failure
 from ptdbench.records.ownership import Attempt
 from ptdbench.run import door, ending, rank
 from ptdbench.setup import config, training_spec
@@ -51,17 +51,6 @@ def test_rank_closes_an_open_record_with_the_cause(directory, earlier):
         ending.report(world(1), attempt(directory), earlier)
     ending.report(world(0), attempt(directory), ValueError("a bad batch"))
     assert store.load_record(directory)["error"]["message"] == "a bad batch"
-
-
-def test_crashed_peer_is_named_by_the_others(directory):
-    store.write_record(directory, OPEN)
-    path = crash_file(attempt(directory).failures, 1)
-    path.parent.mkdir(parents=True)
-    path.write_text('Fatal Python error: Bus error\n\nCurrent thread 0x1:\n  File "/my/model.py", line 3 in forward\n')
-    ending.report(world(0), attempt(directory), RuntimeError("Connection closed by peer"))
-    error = store.load_record(directory)["error"]
-    assert (error["rank"], error["type"], error["where"]) == (1, "SIGBUS", "model.py:3 in forward")
-    assert (directory / "traceback.txt").read_text() == error["traceback"] == path.read_text()
 
 
 SAVED = record.stopped({**OPEN, "directory": "run"}, "SIGTERM")

@@ -166,19 +166,6 @@ class TestRefused:
             assert refused(f"precision={precision}", *words) == [Abridged(f"precision={precision}: {rule}")]
         make("precision=fp8", *on_host)
 
-    def test_experts_that_the_grouped_kernel_does_not_take(self):
-        sizes = ("model=moe_tiny", "model.expert_hidden=100")
-        rule = "must be a multiple of 8 with model.product=grouped and precision=bf16"
-        assert refused(*sizes, "precision=bf16") == [f"model.expert_hidden=100: {rule}; try 104, or model.product=loop"]
-        make(*sizes)
-        make(*sizes, "precision=bf16", "model.product=loop")
-        sizes = ("model=moe_tiny", "model.expert_hidden=90", "model.width=126", "model.head_width=32")
-        rule = "must be a multiple of 4 with model.product=grouped and precision=fp32"
-        assert refused(*sizes) == [
-            f"model.{size}: {rule}; try {fits}, or model.product=loop"
-            for size, fits in (("width=126", 128), ("expert_hidden=90", 92))
-        ]
-
     def test_more_ranks_than_gpus(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -510,12 +497,3 @@ class TestVirtual:
         assert "virtual" not in made.config.resolved
         assert "kind" not in made.summary.fields
         assert run_spec.place(made.config, 2) == THIS_MACHINE
-
-    def test_torch_has_kernels_for_it(self, monkeypatch):
-        monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "sm_100"])
-        told = "virtual=v100: torch 2.14.1+cu130 … 7.0, only for sm_75, sm_80, sm_90, sm_100; try a100, or … CUDA 12.6"
-        assert refused("virtual=v100", device="auto") == [Abridged(told)]
-        for name in ("a100", "h100", "h200", "b200"):
-            self.made(f"virtual={name}")

@@ -13,8 +13,7 @@ from msgspec.structs import asdict, replace
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import ledger, record, store
-from ptdbench.records.failure import crash_file
-from ptdbench.records.ownership import Attempt, Progress, this_process
+from ptdbench.records.ownership import Progress, this_process
 from ptdbench.sweep import status, watch
 from tests.sweep.made import CONFIG, DONE, PROGRESS, failure, state
 
@@ -295,23 +294,6 @@ class TestEndedByTheCluster:
         (sweep.path / "logs" / "7_0_slurm.log").write_text("slurmstepd-n1: error: cannot change to /gone\n")
         (run,) = status.settle(sweep.path).runs
         assert run.record.error.message.startswith("SLURM ended job 7_0 on n1: FAILED: cannot change to /gone; ")
-
-    @pytest.mark.parametrize(("words", "expected"), [("FAILED (NonZeroExitCode)", "SIGSEGV"), ("TIMEOUT", "TIMEOUT")])
-    def test_ranks_that_native_code_ended_all_at_once_are_told_by_what_they_left(self, sweep, words, expected):
-        """None was left to say so; where SLURM knows more, that counts."""
-        sweep.submit(1)
-        path = begin(sweep, 0, job="7_0", launch="slurm-7_0")
-        stacks = 'Fatal Python error: Segmentation fault\n\nThread 0x1:\n  File "/m.py", line 3 in forward\n'
-        for rank in (0, 1):
-            left = crash_file(Attempt(path, "slurm-7_0").failures, rank)
-            left.parent.mkdir(parents=True, exist_ok=True)
-            left.write_text(stacks)
-        sweep.says(_0=words)
-        (run,) = status.settle(sweep.path).runs
-        error = run.record.error
-        assert (error.type, error.where or "") == (expected, "m.py:3 in forward" if "SIG" in expected else "")
-        assert run.is_over
-        assert store.load_record(path) == run.record.written == sweep.results()[0]
 
     @pytest.mark.parametrize(
         ("said", "words", "expected"),
