@@ -1,4 +1,4 @@
-"""The compute ceiling of devices: matrix products and copies, timed on all ranks and cached for later runs.
+"""The compute ceiling of devices: matrix products, timed on all ranks and cached for later runs.
 
 All ranks run at once, as ranks of a node share memory, power and cooling in training too.
 """
@@ -25,7 +25,7 @@ from ptdbench.launch.world import World
 from ptdbench.measure import contention, products, timing
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.products import ProductShape
-from ptdbench.measure.results import Ceiling, Copy, Key, Matmul, OtherLoad, Product, RankProducts
+from ptdbench.measure.results import Ceiling, Key, Matmul, OtherLoad, Product, RankProducts
 from ptdbench.peaks import dense_peak
 from ptdbench.units import flops_text
 from ptdbench.virtual.machine import is_virtual
@@ -83,11 +83,9 @@ def measure(
     shapes: Sequence[ProductShape],
     dtypes: Sequence[str],
     seconds: float,
-    *,
-    copies: bool = True,
     alive: Callable[[], object] = lambda: None,
 ) -> Matmul:
-    """Time matrix products, and memory ``copies``, on all ranks at once; called in all ranks, with the same result.
+    """Time matrix products on all ranks at once; called in all ranks, with the same result.
 
     Repetitions of each take about ``seconds``. ``alive``: called between measurements, for the watchdog.
 
@@ -104,7 +102,6 @@ def measure(
         rank=world.rank,
         device=keys[dtypes[0]].device,
         products=[_product(device, shape, dtype, seconds, alive) for dtype in dtypes for shape in shapes],
-        copies=_copies(device, seconds) if copies else [],
     )
     load, ranks = watch.stop(), gather(_OfRank(rates, keys, node(os.environ)))
     return Matmul([of_rank.rates for of_rank in ranks], _ceilings(ranks, load), load)
@@ -117,12 +114,6 @@ def _product(
     dist.barrier()  # so that all ranks work at the same time
     taken = products.product_seconds(shape, dtype, device, seconds)
     return Product(dtype, str(shape), *products.rates(shape.flops, taken))
-
-
-def _copies(device: torch.device, seconds: float) -> list[Copy]:
-    dist.barrier()
-    timed = products.copy_seconds(device, seconds)
-    return [Copy(kind, amount, *products.rates(amount, taken)) for kind, (amount, taken) in timed.items()]
 
 
 def _ceilings(ranks: Sequence[_OfRank], load: Sequence[OtherLoad]) -> list[Ceiling]:

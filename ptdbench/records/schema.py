@@ -92,7 +92,7 @@ class Metrics(Struct):
     device_memory_bytes: Count | None = None  #: Memory of a GPU, minimum over ranks; null on a CPU.
     #: Seconds from "ready to start" to the end of the first step on all ranks.
     first_step_seconds: Amount | None = None
-    #: These seconds by phase: ``import``, ``config``, ``rendezvous``, ``check``, ``build``, ``first_step``.
+    #: These seconds by phase: ``import``, ``config``, ``rendezvous``, ``build``, ``first_step``.
     startup_seconds: dict[str, Amount] | None = None
     mfu_causal: Quantity | None = None  #: The MFU without the FLOPs that causal attention masks; null if unknown.
 
@@ -389,7 +389,6 @@ class Segment(Struct):
 class Remarks(Struct, omit_defaults=True):
     """Remarks on a run."""
 
-    check: str | None = None  #: What the check before the run (``check=true``) found unsound.
     #: How uneven the stages of a pipeline are, if the largest costs over 1.25 times the mean.
     pipeline: str | None = None
     kernels: str | None = None  #: What of ours was used with ``kernels=torch``.

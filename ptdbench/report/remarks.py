@@ -186,7 +186,6 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.pipeline)),
         *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.kernels)),
         *_recipe(records),
-        *_each_once(run.remarks.check for run in records),
         *(f"{name}: took {said}" for name, run in by_name if (said := run.remarks.cut_short)),
         *(
             f"{name}: checkpoints: {lines[0]}" + (f"; {len(lines) - 1} more on record" if lines[1:] else "")

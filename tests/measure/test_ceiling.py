@@ -59,7 +59,7 @@ def test_key_has_the_threads_of_a_cpu_and_the_driver_of_a_gpu(monkeypatch):
 def rank(number: int, medians: dict[str, float], **key: object) -> ceiling._OfRank:
     device = replace(Key("NVIDIA H200", "550", "2.15", "bf16", None), **key)
     products = [Product("bf16", shape, 1, median, median, median) for shape, median in medians.items()]
-    return ceiling._OfRank(RankProducts(number, device.device, products, []), {"bf16": device}, "n1")
+    return ceiling._OfRank(RankProducts(number, device.device, products), {"bf16": device}, "n1")
 
 
 QUIET = OtherLoad("n1", 8, 0.0, [], on_gpu=True)
