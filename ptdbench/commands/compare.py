@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
         echo(files.as_text(versus.as_json(comparison, arguments.fail_if_slower) | {"status": status}))
         return status
     titles = tuple(arguments.checkout) or ("before", "after")
-    text.show(versus.render(comparison, titles, width()))
+    echo(versus.render(comparison, titles, width()))
     for line in versus.gate(comparison, arguments.fail_if_slower) if arguments.fail_if_slower else ():
         echo(text.wrap(f"--fail-if-slower: {line}", width()))
     shown = shlex.join([os.path.relpath(together)] if together else map(str, folders))

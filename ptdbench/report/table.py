@@ -46,7 +46,7 @@ def show_results(directory: Path) -> list[RunRecord]:
     if records:
         width = terminal.width()
         plans = all(record.kind == "planned" for record in records)
-        text.show(of_plans(records, width) if plans else render(records, width))
+        echo(of_plans(records, width) if plans else render(records, width))
         echo(closing_lines(directory, records))
     return records
 

@@ -1,18 +1,15 @@
-import io
 import re
 import sys
 
 import pytest
 from msgspec import to_builtins
-from rich.console import Console
 
 from ptdbench.measure.results import OtherLoad
 from ptdbench.records.schema import Clocks
 from ptdbench.records.store import append_result
 from ptdbench.report.remarks import reason
 from ptdbench.report.table import closing_lines, render
-from ptdbench.report.text import emphasized
-from ptdbench.terminal import command, plain
+from ptdbench.terminal import command
 from tests.report.made import DDP, FSDP, failed, phased, repeated, run, thrice
 
 
@@ -219,26 +216,6 @@ def test_a_title_counts_a_single_rank():
     one = {"world_size": 1, "metrics": {**run()["metrics"], "mfu": None}}
     text = render([run("pdp", **one), run("ddp", **one), failed("fsdp", "word " * 100) | one], 60)
     assert " · 1 rank · " in text.splitlines()[0]
-
-
-def test_on_a_terminal_the_fastest_and_what_failed_stand_out(monkeypatch):
-    text = render([run("ddp"), failed("fsdp", "no\x1b[2J [red]")])  # neither is obeyed
-    for no_color, codes in (("", {"1", "32", "31"}), ("1", {"1"})):
-        monkeypatch.setenv("NO_COLOR", no_color)
-        console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", highlight=False, width=200)
-        with console.capture() as capture:
-            console.print(emphasized(text), soft_wrap=True)
-        found = capture.get()
-        assert set(re.findall(r"\x1b\[(\d+)m", found)) - {"0"} == codes
-        assert re.sub(r"\x1b\[\d+m", "", found).rstrip("\n") == plain(text)
-
-
-def test_a_virtual_run_that_is_ok_does_not_stand_out_nor_does_a_rank():
-    shown = emphasized("#  parallel  status\n──────\n-  ddp  virtual ok\n-  fsdp  failed\n\nrank  host\n1  n1")
-    colored = [span for span in shown.spans if span.style not in ("bold", "")]
-    assert [(shown.plain[span.start : span.end].strip(), span.style) for span in colored] == [
-        ("-  fsdp  failed", "red")
-    ]
 
 
 def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
