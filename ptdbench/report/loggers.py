@@ -204,6 +204,7 @@ class Log:
 
     def finish(self, written: Written, closes: bool = True) -> None:
         """Send the remaining points of the run with this record, and close it unless more is to come."""
+
         def send() -> None:
             record = typed(written)
             points = scalars.remaining(self._directory, record, self._shown, self._evaluated)
