@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
     parser.epilog = (
         "Exit status 0: nothing is seen to be slower. 1: a configuration is slower, or fails; with --fail-if-slower "
-        "also if its final loss or number of parameters differs. 3: too few runs to tell; try repeat=5 or more. 2: the "
+        "also if its final loss differs. 3: too few runs to tell; try repeat=5 or more. 2: the "
         "input cannot be compared, or has damaged records."
     )
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct, ValidationError, convert
+from msgspec import ValidationError, convert
 from msgspec.structs import asdict
 
 from ptdbench import cache
@@ -41,23 +41,15 @@ def key_of(installed: Mapping[str, Any], device: torch.device, dtype: str) -> Ke
     return Key(installed["cpu"], None, installed["torch"], dtype, torch.get_num_threads())
 
 
-class Measured(Struct, frozen=True):
-    """A measured ceiling."""
-
-    flops_per_second: float  #: The rate.
-    shape: str  #: The product's shape, for readers.
-    beside_load: bool | None = None  #: Whether it was measured under load, and may be too low; null if unknown.
-
-
-def store_ceiling(of: Key, measured: Measured) -> Path:
+def store_ceiling(ceiling: Ceiling) -> Path:
     """Store the latest measurement, atomically; raise OSError if that fails."""
-    return cache.keep(_KIND, asdict(of), asdict(measured))
+    return cache.keep(_KIND, asdict(convert(ceiling, Key, from_attributes=True)), asdict(ceiling))
 
 
-def look_up(key: Key) -> Measured | None:
+def look_up(key: Key) -> Ceiling | None:
     """Return the ceiling measured on exactly this device; ``None`` if there is none, or the file is damaged."""
     with suppress(ValidationError):
-        return convert(cache.look_up(_KIND, asdict(key)), Measured)
+        return convert(cache.look_up(_KIND, asdict(key)), Ceiling)
     return None
 
 
@@ -151,15 +143,15 @@ def keep_ceilings(world: World, ceilings: Sequence[Ceiling], only_higher: bool =
         return "not cached: virtual GPUs compute nothing"
     remarks = []
     for ceiling in ceilings:
-        key, new = convert(ceiling, Key, from_attributes=True), convert(ceiling, Measured, from_attributes=True)
-        earlier = look_up(key)
-        if earlier and earlier.flops_per_second > new.flops_per_second and (new.beside_load or only_higher):
-            load = "measured under load, and " if new.beside_load else ""
+        earlier = look_up(convert(ceiling, Key, from_attributes=True))
+        is_lower = earlier and earlier.flops_per_second > ceiling.flops_per_second
+        if earlier and is_lower and (ceiling.beside_load or only_higher):
+            load = "measured under load, and " if ceiling.beside_load else ""
             higher = f"the earlier {flops_text(earlier.flops_per_second)} is higher"
-            remarks.append(f"{key.dtype} not cached: {load}{higher}")
+            remarks.append(f"{ceiling.dtype} not cached: {load}{higher}")
             continue
         try:
-            store_ceiling(key, new)
+            store_ceiling(ceiling)
         except OSError as error:
             return f"not cached: {error}"
     return "; ".join(remarks) or None

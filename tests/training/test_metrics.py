@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptdbench.measure.ceiling import Measured
+from ptdbench.measure.results import Ceiling
 from ptdbench.records.schema import Metrics
 from ptdbench.training import metrics as train_metrics
 from ptdbench.training.metrics import Measurement, metrics
@@ -85,7 +85,10 @@ def test_the_peak_of_ranks_with_different_gpus_is_not_that_of_rank_0(monkeypatch
 
 
 def test_the_share_of_the_ceiling_by_hand():
-    ceiling = Measured(240e12, "8x8x8", beside_load=True)
+    ceiling = Ceiling(
+        "NVIDIA H200", "550", "2.15", "bf16", None, ranks=2, shape="8x8x8", flops_per_second=240e12,
+        share_of_peak=None, peak_reason=None, beside_load=True,
+    )  # fmt: skip
 
     def related(**changes: Any) -> tuple[Any, ...]:
         results = figures(**changes)
