@@ -5,7 +5,6 @@ All ranks run at once, as ranks of a node share memory, power and cooling in tra
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,12 +19,11 @@ from msgspec.structs import asdict
 from ptdbench import cache
 from ptdbench.grouping import grouped
 from ptdbench.launch.collect import gather
-from ptdbench.launch.peers import node
 from ptdbench.launch.world import World
-from ptdbench.measure import contention, products, timing
+from ptdbench.measure import products, timing
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.products import ProductShape
-from ptdbench.measure.results import Ceiling, Key, Matmul, OtherLoad, Product, RankProducts
+from ptdbench.measure.results import Ceiling, Key, Matmul, Product, RankProducts
 from ptdbench.peaks import dense_peak
 from ptdbench.units import flops_text
 from ptdbench.virtual.machine import is_virtual
@@ -66,7 +64,6 @@ class _OfRank(NamedTuple):
 
     rates: RankProducts
     keys: Mapping[str, Key]  #: Of its device, by dtype.
-    node: str
 
 
 def measure(
@@ -89,14 +86,13 @@ def measure(
     timing.require_memory(device, world.local_size, need, "workload.shapes", shape)
     installed = environment(device.type)
     keys = {dtype: key_of(installed, device, dtype) for dtype in dtypes}
-    watch = contention.Watch(device)
     rates = RankProducts(
         rank=world.rank,
         device=keys[dtypes[0]].device,
         products=[_product(device, shape, dtype, seconds, alive) for dtype in dtypes for shape in shapes],
     )
-    load, ranks = watch.stop(), gather(_OfRank(rates, keys, node(os.environ)))
-    return Matmul([of_rank.rates for of_rank in ranks], _ceilings(ranks, load), load)
+    ranks = gather(_OfRank(rates, keys))
+    return Matmul([of_rank.rates for of_rank in ranks], _ceilings(ranks))
 
 
 def _product(
@@ -108,9 +104,8 @@ def _product(
     return Product(dtype, str(shape), *products.rates(shape.flops, taken))
 
 
-def _ceilings(ranks: Sequence[_OfRank], load: Sequence[OtherLoad]) -> list[Ceiling]:
+def _ceilings(ranks: Sequence[_OfRank]) -> list[Ceiling]:
     """Return the best rate over shapes for each kind of device and dtype, by the median over its ranks."""
-    loads = {of_node.node: of_node for of_node in load}
     ceilings = []
     for key in dict.fromkeys(key for of_rank in ranks for key in of_rank.keys.values()):
         alike = [of_rank for of_rank in ranks if of_rank.keys.get(key.dtype) == key]
@@ -126,16 +121,15 @@ def _ceilings(ranks: Sequence[_OfRank], load: Sequence[OtherLoad]) -> list[Ceili
                 flops_per_second=rate,
                 share_of_peak=None if peak is None else rate / peak,
                 peak_reason=reason,
-                beside_load=any(loads[of_rank.node].slows(of_rank.rates.rank) for of_rank in alike),
             )
         )
     return ceilings
 
 
-def keep_ceilings(world: World, ceilings: Sequence[Ceiling], only_higher: bool = False) -> str | None:
-    """Cache the ceilings on every node; return what could not be cached and why, on rank 0.
+def keep_ceilings(world: World, ceilings: Sequence[Ceiling]) -> str | None:
+    """Cache the ceilings on every node, except below an earlier one: anything that interferes lowers a rate.
 
-    A ceiling measured under load does not replace a higher one; with ``only_higher``, none does.
+    Return what was not cached and why, on rank 0.
     """
     if world.local_rank > 0:
         return None
@@ -144,11 +138,9 @@ def keep_ceilings(world: World, ceilings: Sequence[Ceiling], only_higher: bool =
     remarks = []
     for ceiling in ceilings:
         earlier = look_up(convert(ceiling, Key, from_attributes=True))
-        is_lower = earlier and earlier.flops_per_second > ceiling.flops_per_second
-        if earlier and is_lower and (ceiling.beside_load or only_higher):
-            load = "measured under load, and " if ceiling.beside_load else ""
+        if earlier and earlier.flops_per_second > ceiling.flops_per_second:
             higher = f"the earlier {flops_text(earlier.flops_per_second)} is higher"
-            remarks.append(f"{ceiling.dtype} not cached: {load}{higher}")
+            remarks.append(f"{ceiling.dtype} not cached: {higher}")
             continue
         try:
             store_ceiling(ceiling)

@@ -83,7 +83,6 @@ class Ceiling(Key, frozen=True):
     flops_per_second: float  #: Median rate of that product.
     share_of_peak: float | None  #: That rate divided by the data sheet's dense peak.
     peak_reason: str | None  #: Why there is no peak.
-    beside_load: bool  #: Whether it was measured under load, so that the rate may be too low.
 
 
 class Finding(Struct, frozen=True):
@@ -129,7 +128,6 @@ class Matmul(Struct):
 
     ranks: list[RankProducts]  #: Every rank, in order.
     ceilings: list[Ceiling]  #: One for each kind of device and arithmetic.
-    other_load: list[OtherLoad]  #: Load by other processes on each node during the measurement.
     kept: str | None = None  #: Why ceilings were not cached for later runs; null if all were.
 
 

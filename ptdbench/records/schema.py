@@ -73,10 +73,8 @@ class Metrics(Struct):
     model_flops_per_second: Quantity | None = None
     mfu: Quantity | None = None  #: Model FLOP/s of a device over its dense peak from the data sheet.
     mfu_reason: str | None = None  #: Why there is no ``mfu``.
-    #: FLOP/s that ``workload=matmul`` measured on this device in this arithmetic.
+    #: The highest FLOP/s that ``workload=matmul`` has measured on this device in this arithmetic.
     ceiling_flops_per_second: Positive | None = None
-    #: Whether other processes used the device during that measurement, so that it may be too low; null if unknown.
-    ceiling_beside_load: bool | None = None
     #: Model FLOP/s of a device over that ceiling; above 1 it should be measured again, by ``workload=matmul``.
     share_of_ceiling: Quantity | None = None
     #: Share of the timed steps spent waiting for batches; on a GPU only waits that left the device idle count.

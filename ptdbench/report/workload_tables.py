@@ -89,10 +89,9 @@ def _ceilings(ceilings: Sequence[results.Ceiling]) -> Iterator[str]:
     for ceiling in ceilings:
         share = ceiling.share_of_peak
         of_peak = f"no share of a peak: {ceiling.peak_reason}" if share is None else f"{share:.1%} of the peak"
-        beside = ", taken beside other load" if ceiling.beside_load else ""
         where = ceiling.device + ("" if ceiling.threads is None else f", {plural(ceiling.threads, 'thread')}")
         rate = three_digits(ceiling.flops_per_second / 1e12)
-        yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling.dtype} ({ceiling.shape}){beside}, {of_peak}"
+        yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling.dtype} ({ceiling.shape}), {of_peak}"
 
 
 #: Maximum number of readable rows; with more, only some sizes are shown.

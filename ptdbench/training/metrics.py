@@ -77,7 +77,6 @@ def metrics(measured: Measurement) -> Metrics:
     )
     if ceiling := measured.ceiling:
         figures.ceiling_flops_per_second = ceiling.flops_per_second
-        figures.ceiling_beside_load = ceiling.beside_load
         figures.share_of_ceiling = _times(rate, 1 / ceiling.flops_per_second)
     return figures
 

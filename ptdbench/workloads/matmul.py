@@ -51,10 +51,10 @@ class Matmul:
             require(Problem("workload.dtypes", self.dtypes, rule, "try fp32, bf16, fp16"))
 
     def __call__(self, job: Job) -> Outcome:
-        """Run one rank's part; ceilings are cached, of chosen shapes only if higher."""
+        """Run one rank's part; ceilings are cached unless earlier ones are higher."""
         shapes, dtypes = self._chosen(job.device.type)
         rates = ceiling.measure(job.world, job.device, shapes, dtypes, self.seconds, job.watchdog.alive)
-        rates.kept = ceiling.keep_ceilings(job.world, rates.ceilings, only_higher=self.shapes != "auto")
+        rates.kept = ceiling.keep_ceilings(job.world, rates.ceilings)
         return Outcome(matmul=rates)
 
     def _chosen(self, device_type: str) -> tuple[list[ProductShape], list[str]]:

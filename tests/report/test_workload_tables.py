@@ -81,9 +81,8 @@ def matmul(*medians, **ceiling):
     best = {
         "device": "NVIDIA H200", "driver": "550", "torch": "2.15", "dtype": "bf16", "threads": None, "ranks": 2,
         "shape": "8x8x8", "flops_per_second": 7.5e14, "share_of_peak": 0.758, "peak_reason": None,
-        "beside_load": False,
     }  # fmt: skip
-    return {"ranks": ranks, "ceilings": [best | ceiling], "other_load": [], "kept": None}
+    return {"ranks": ranks, "ceilings": [best | ceiling], "kept": None}
 
 
 class TestMatmul:
@@ -97,8 +96,6 @@ class TestMatmul:
         ("ceiling", "said"),
         [
             ({}, "NVIDIA H200: 750 TFLOP/s in bf16 (8x8x8), 75.8% of the peak"),
-            ({"beside_load": True},
-             "NVIDIA H200: 750 TFLOP/s in bf16 (8x8x8), taken beside other load, 75.8% of the peak"),
             ({"device": "AMD EPYC", "threads": 1, "flops_per_second": 5.9e10, "share_of_peak": None,
               "peak_reason": "a CPU has no data-sheet peak"},
              "AMD EPYC, 1 thread: 0.059 TFLOP/s in bf16 (8x8x8), no share of a peak: a CPU has no data-sheet peak"),

@@ -18,7 +18,7 @@ EVIL = f"</script><script>document.title = 'taken'</script> & <b>bold</b>{'x' * 
 #: What a workload of products has found, of somebody else's class.
 PRODUCT = product(2e9, dtype="bf16", shape="2x4x8")
 RANK = {"rank": 0, "device": "cpu", "products": [PRODUCT]}
-MATMUL = {"ranks": [RANK], "ceilings": [], "other_load": []}
+MATMUL = {"ranks": [RANK], "ceilings": []}
 
 
 @pytest.fixture(scope="module")
