@@ -140,7 +140,7 @@ def test_a_failed_run_of_a_launcher_is_resumed_by_that_launcher(tmp_path, monkey
     draft = record.begin(compose_all(["model=toy"], multirun=False).configs[0].resolved, tmp_path, {})
     failed = record.failed(draft, failure.describe(RuntimeError("a"), rank=0))
     store.write_record(tmp_path, failed | {"launcher": "openmpi"})
-    entry._print_results(tmp_path, [], 1)
+    entry._print_results(tmp_path, 1)
     assert f"resume       mpirun ... train.py resume={tmp_path}" in capsys.readouterr().out
 
 

@@ -192,7 +192,7 @@ class TestFigures:
         assert page.evaluate(LINES, "2026-11-26_23-54-54_sweep, " * 5 + "last") == [1.0] * 6
 
     def test_what_other_workloads_found(self, report):
-        assert '"dtype": "bf16"' in report.inner_text("[data-other='0']")  # as it is on record
+        assert "bf16   2x4x8  0.0018" in report.inner_text("[data-other='0']")
 
     def test_scaling_begins_where_the_filter_does(self, opened):
         curve = {"kind": "strong", "name": "ddp, batch 16", "rows": [0, 1, 2], "efficiency": [2.0, 1.0, 0.75]}
