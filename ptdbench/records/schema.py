@@ -492,11 +492,6 @@ class Record(Identity):
     kernels: str | None = None
 
 
-#: The maximum nesting depth of mappings and lists: deeper ones would overwhelm readers of a record.
-_DEEPEST = 50
-_TOO_DEEP = "not JSON of this program (nested too deeply)"
-
-
 #: An error without a type, of no rank.
 NO_ERROR = {"rank": -1, "type": "", "message": "", "traceback": ""}
 
@@ -517,14 +512,11 @@ def parse(text: bytes) -> Any:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        value = json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    if _is_too_deep(value):
-        raise ValueError(_TOO_DEEP)
-    return value
+        raise ValueError("not JSON of this program (nested too deeply)") from None
 
 
 def read(text: bytes, kind: type[T]) -> T:
@@ -539,14 +531,6 @@ def is_path(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return b"\0" not in name and len(name) < 4096 and all(len(part) < 256 for part in name.split(b"/"))
-
-
-def _is_too_deep(value: Any) -> bool:
-    level = [[value]]
-    for _ in range(_DEEPEST):
-        items = [item for node in level for item in (node.values() if type(node) is dict else node)]
-        level = [item for item in items if type(item) in (dict, list)]
-    return bool(level)
 
 
 def json_schema() -> bytes:
