@@ -140,7 +140,7 @@ def carry_out(directories: Sequence[Path]) -> int:
             if world:
                 raise
         finally:
-            all_ok &= _count_ok(_print_results(directory, [], 1)) == 1 and is_done
+            all_ok &= _count_ok(_print_results(directory, 1)) == 1 and is_done
     followers.dismiss()
     return int(not all_ok)
 
@@ -226,7 +226,7 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
         _carry_out(composed, agenda)
         followers.dismiss()
     finally:
-        status = _conclude(composed, agenda)
+        status = _conclude(agenda)
     return status, directory
 
 
@@ -259,7 +259,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
             store.unlock(directory)  # it may be resumed beside this process, which submits nothing more
             watch.follow(directory)
     finally:
-        status = _conclude(composed, agenda)
+        status = _conclude(agenda)
     return status, directory
 
 
@@ -305,10 +305,10 @@ def _carry_out(composed: compose.Composed, agenda: Agenda) -> None:
         raise ConfigError([Problem("directory", agenda.directory, rule, remedy)]) from None
 
 
-def _conclude(composed: compose.Composed, agenda: Agenda) -> int:
+def _conclude(agenda: Agenda) -> int:
     """Print the results of the runs; return exit status 0 if all requested runs are ok, and none was skipped."""
     requested = 0 if agenda.is_open else len(agenda.runs)
-    records = _print_results(agenda.directory, composed.configs, requested)
+    records = _print_results(agenda.directory, requested)
     if agenda.only:  # the sweep's other runs were not requested
         records = [record for record in records if store.below(agenda.directory, record.directory) == agenda.only]
         requested = 0
@@ -342,13 +342,10 @@ def prepare_ranks(configs: Sequence[Config]) -> None:
     local.warm_up(["ptdbench.rank_imports", *sorted(chosen), *event_files, *kernels], loading)
 
 
-def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list[RunRecord]:
-    """Print the table of results, and how to resume if fewer runs than ``asked`` have ended; return the records.
-
-    Workloads on the command line, third-party ones included, may show their own results.
-    """
-    records = table.show_results(directory, {str(read.resolved["workload"].get("_target_")) for read in typed})
-    if sum(record.status in DONE for record in records) < asked and _needs_resume_hint(directory, records):
+def _print_results(directory: Path, requested: int) -> list[RunRecord]:
+    """Print the table of results, and how to resume if fewer runs than ``requested`` ended; return the records."""
+    records = table.show_results(directory)
+    if sum(record.status in DONE for record in records) < requested and _needs_resume_hint(directory, records):
         started = records[0].start_command if records else ""
         echo(f"resume       {resume.command(directory, started=started)}")
     return records

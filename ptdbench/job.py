@@ -27,10 +27,7 @@ class Workload(Protocol):
     """The type of ``workload=<name>``: an object that does the work of one rank.
 
     A workload that does not train stores its results in the record field named after it, such as
-    ``Outcome({"mine": {"ranks": 2}})`` for one from outside ptdbench, and has a static method
-    ``show(found, width) -> str`` that formats them as plain text, ``width`` columns wide where the figures allow. The
-    ``show`` of a class from outside ptdbench is called only at the end of its own run: a report never imports what a
-    record names.
+    ``Outcome({"mine": {"ranks": 2}})`` for one from outside ptdbench, whose results are shown as recorded.
     """
 
     trains: bool  #: Whether it needs a model, data, an optimizer and a layout.

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
     parser.epilog = (
         "Exit status 0: nothing is seen to be slower. 1: a configuration is slower, or fails; with --fail-if-slower "
-        "also if its final loss or number of parameters differs. 3: too few runs to tell; try repeat=5 or more. 2: the "
+        "also if its final loss differs. 3: too few runs to tell; try repeat=5 or more. 2: the "
         "input cannot be compared, or has damaged records."
     )
 
@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
         echo(files.as_text(versus.as_json(comparison, arguments.fail_if_slower) | {"status": status}))
         return status
     titles = tuple(arguments.checkout) or ("before", "after")
-    text.show(versus.render(comparison, titles, width()))
+    echo(versus.render(comparison, titles, width()))
     for line in versus.gate(comparison, arguments.fail_if_slower) if arguments.fail_if_slower else ():
         echo(text.wrap(f"--fail-if-slower: {line}", width()))
     shown = shlex.join([os.path.relpath(together)] if together else map(str, folders))

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Print tables and figures; the exit status is 1 if nothing can be explained."""
     from ptdbench import files
-    from ptdbench.report import explanation, text
+    from ptdbench.report import explanation
 
     try:
         explained = explanation.explain(arguments.directories)
@@ -31,5 +31,5 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         echo(files.as_text(explanation.as_json(explained)))
     else:
-        text.show(explanation.render(explained, width()))
+        echo(explanation.render(explained, width()))
     return 0

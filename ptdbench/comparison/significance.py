@@ -108,16 +108,6 @@ def differing(differences: Sequence[Difference | None], level: float = LEVEL) ->
     ]
 
 
-def chance_of_failures(was: int, before: int, now: int, after: int) -> float:
-    """Return the p value of ``now`` failures in ``after`` runs after a change, given ``was`` in ``before`` runs before.
-
-    By Fisher's one-sided exact test; under the null hypothesis the change has no effect.
-    """
-    failed = was + now
-    splits = (math.comb(after, more) * math.comb(before, failed - more) for more in range(now, min(failed, after) + 1))
-    return sum(splits) / math.comb(before + after, failed)
-
-
 def holm(chances: Sequence[float]) -> list[float]:
     """Adjust the p values of several tests by Holm's method, for comparison with the family-wise level."""
     adjusted, largest = [0.0] * len(chances), 0.0

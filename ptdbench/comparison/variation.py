@@ -17,10 +17,9 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
-from ptdbench.grouping import grouped
+import numpy as np
 
 #: Minimum number of runs for a verdict or an interval, per side: with two it is 13 standard errors wide.
 MIN_RUNS = 3
@@ -151,37 +150,23 @@ def geometric_mean(sample: Sample) -> float | None:
 
 
 def _two_way(samples: Sequence[Sample]) -> Spread:
-    """Return the spread of the residuals of ``log figure = configuration + block``, by least squares.
-
-    The means of configurations and of blocks are subtracted alternately: one pass is exact if every configuration has a
-    run in every block; otherwise passes converge.
-    """
-    shared = {block for block, count in Counter(block for sample in samples for block in sample).items() if count > 1}
-    rows = [{block: math.log(sample[block]) for block in sample.keys() & shared} for sample in samples]
-    rows = [row for row in rows if row]
-    freedom = sum(map(len, rows)) - len(rows) - len(shared) + _unconnected(rows)
-    if not rows or freedom <= 0:
+    """Return the spread of the residuals of ``log figure = configuration + block``, by least squares."""
+    counts = Counter(block for sample in samples for block in sample)
+    cells = [
+        (number, block, math.log(figure))
+        for number, sample in enumerate(samples)
+        for block, figure in sample.items()
+        if counts[block] > 1
+    ]
+    if not cells:
         return Spread()
-    for _ in range(100):
-        for row in rows:
-            mean = math.fsum(row.values()) / len(row)
-            row.update((block, log - mean) for block, log in row.items())
-        columns = grouped(chain.from_iterable(row.items() for row in rows))
-        means = {block: math.fsum(logs) / len(logs) for block, logs in columns.items()}
-        for row in rows:
-            row.update((block, log - means[block]) for block, log in row.items())
-        if max(map(abs, means.values())) < 1e-12:
-            break
-    return Spread(math.fsum(log**2 for row in rows for log in row.values()), freedom)
-
-
-def _unconnected(rows: Sequence[Sample]) -> int:
-    """Return the number of parts without common blocks, such as separate sweeps, each with a mean of its own."""
-    parts: list[set[Hashable]] = []
-    for row in rows:
-        touching = [part for part in parts if not part.isdisjoint(row)]
-        parts = [*(part for part in parts if part not in touching), set(row).union(*touching)]
-    return len(parts)
+    place = {block: len(samples) + number for number, block in enumerate(dict.fromkeys(block for _, block, _ in cells))}
+    design, logs = np.zeros((len(cells), len(samples) + len(place))), np.array([log for *_, log in cells])
+    for row, (number, block, _) in zip(design, cells, strict=True):
+        row[[number, place[block]]] = 1.0
+    effects, _, rank, _ = np.linalg.lstsq(design, logs, rcond=None)
+    freedom = len(cells) - int(rank)
+    return Spread(float(np.sum((logs - design @ effects) ** 2)), freedom) if freedom else Spread()
 
 
 def _welch(left: _Moments, right: _Moments) -> Spread:

@@ -1,11 +1,10 @@
-"""The compute ceiling of devices: matrix products and copies, timed on all ranks and cached for later runs.
+"""The compute ceiling of devices: matrix products, timed on all ranks and cached for later runs.
 
 All ranks run at once, as ranks of a node share memory, power and cooling in training too.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,18 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct, ValidationError, convert
+from msgspec import ValidationError, convert
 from msgspec.structs import asdict
 
 from ptdbench import cache
 from ptdbench.grouping import grouped
 from ptdbench.launch.collect import gather
-from ptdbench.launch.peers import node
 from ptdbench.launch.world import World
-from ptdbench.measure import contention, products, timing
+from ptdbench.measure import products, timing
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.products import ProductShape
-from ptdbench.measure.results import Ceiling, Copy, Key, Matmul, OtherLoad, Product, RankProducts
+from ptdbench.measure.results import Ceiling, Key, Matmul, Product, RankProducts
 from ptdbench.peaks import dense_peak
 from ptdbench.units import flops_text
 from ptdbench.virtual.machine import is_virtual
@@ -41,23 +39,15 @@ def key_of(installed: Mapping[str, Any], device: torch.device, dtype: str) -> Ke
     return Key(installed["cpu"], None, installed["torch"], dtype, torch.get_num_threads())
 
 
-class Measured(Struct, frozen=True):
-    """A measured ceiling."""
-
-    flops_per_second: float  #: The rate.
-    shape: str  #: The product's shape, for readers.
-    beside_load: bool | None = None  #: Whether it was measured under load, and may be too low; null if unknown.
-
-
-def store_ceiling(of: Key, measured: Measured) -> Path:
+def store_ceiling(ceiling: Ceiling) -> Path:
     """Store the latest measurement, atomically; raise OSError if that fails."""
-    return cache.keep(_KIND, asdict(of), asdict(measured))
+    return cache.keep(_KIND, asdict(convert(ceiling, Key, from_attributes=True)), asdict(ceiling))
 
 
-def look_up(key: Key) -> Measured | None:
+def look_up(key: Key) -> Ceiling | None:
     """Return the ceiling measured on exactly this device; ``None`` if there is none, or the file is damaged."""
     with suppress(ValidationError):
-        return convert(cache.look_up(_KIND, asdict(key)), Measured)
+        return convert(cache.look_up(_KIND, asdict(key)), Ceiling)
     return None
 
 
@@ -74,7 +64,6 @@ class _OfRank(NamedTuple):
 
     rates: RankProducts
     keys: Mapping[str, Key]  #: Of its device, by dtype.
-    node: str
 
 
 def measure(
@@ -83,11 +72,9 @@ def measure(
     shapes: Sequence[ProductShape],
     dtypes: Sequence[str],
     seconds: float,
-    *,
-    copies: bool = True,
     alive: Callable[[], object] = lambda: None,
 ) -> Matmul:
-    """Time matrix products, and memory ``copies``, on all ranks at once; called in all ranks, with the same result.
+    """Time matrix products on all ranks at once; called in all ranks, with the same result.
 
     Repetitions of each take about ``seconds``. ``alive``: called between measurements, for the watchdog.
 
@@ -99,15 +86,13 @@ def measure(
     timing.require_memory(device, world.local_size, need, "workload.shapes", shape)
     installed = environment(device.type)
     keys = {dtype: key_of(installed, device, dtype) for dtype in dtypes}
-    watch = contention.Watch(device)
     rates = RankProducts(
         rank=world.rank,
         device=keys[dtypes[0]].device,
         products=[_product(device, shape, dtype, seconds, alive) for dtype in dtypes for shape in shapes],
-        copies=_copies(device, seconds) if copies else [],
     )
-    load, ranks = watch.stop(), gather(_OfRank(rates, keys, node(os.environ)))
-    return Matmul([of_rank.rates for of_rank in ranks], _ceilings(ranks, load), load)
+    ranks = gather(_OfRank(rates, keys))
+    return Matmul([of_rank.rates for of_rank in ranks], _ceilings(ranks))
 
 
 def _product(
@@ -119,15 +104,8 @@ def _product(
     return Product(dtype, str(shape), *products.rates(shape.flops, taken))
 
 
-def _copies(device: torch.device, seconds: float) -> list[Copy]:
-    dist.barrier()
-    timed = products.copy_seconds(device, seconds)
-    return [Copy(kind, amount, *products.rates(amount, taken)) for kind, (amount, taken) in timed.items()]
-
-
-def _ceilings(ranks: Sequence[_OfRank], load: Sequence[OtherLoad]) -> list[Ceiling]:
+def _ceilings(ranks: Sequence[_OfRank]) -> list[Ceiling]:
     """Return the best rate over shapes for each kind of device and dtype, by the median over its ranks."""
-    loads = {of_node.node: of_node for of_node in load}
     ceilings = []
     for key in dict.fromkeys(key for of_rank in ranks for key in of_rank.keys.values()):
         alike = [of_rank for of_rank in ranks if of_rank.keys.get(key.dtype) == key]
@@ -143,16 +121,15 @@ def _ceilings(ranks: Sequence[_OfRank], load: Sequence[OtherLoad]) -> list[Ceili
                 flops_per_second=rate,
                 share_of_peak=None if peak is None else rate / peak,
                 peak_reason=reason,
-                beside_load=any(loads[of_rank.node].slows(of_rank.rates.rank) for of_rank in alike),
             )
         )
     return ceilings
 
 
-def keep_ceilings(world: World, ceilings: Sequence[Ceiling], only_higher: bool = False) -> str | None:
-    """Cache the ceilings on every node; return what could not be cached and why, on rank 0.
+def keep_ceilings(world: World, ceilings: Sequence[Ceiling]) -> str | None:
+    """Cache the ceilings on every node, except below an earlier one: anything that interferes lowers a rate.
 
-    A ceiling measured under load does not replace a higher one; with ``only_higher``, none does.
+    Return what was not cached and why, on rank 0.
     """
     if world.local_rank > 0:
         return None
@@ -160,15 +137,13 @@ def keep_ceilings(world: World, ceilings: Sequence[Ceiling], only_higher: bool =
         return "not cached: virtual GPUs compute nothing"
     remarks = []
     for ceiling in ceilings:
-        key, new = convert(ceiling, Key, from_attributes=True), convert(ceiling, Measured, from_attributes=True)
-        earlier = look_up(key)
-        if earlier and earlier.flops_per_second > new.flops_per_second and (new.beside_load or only_higher):
-            load = "measured under load, and " if new.beside_load else ""
+        earlier = look_up(convert(ceiling, Key, from_attributes=True))
+        if earlier and earlier.flops_per_second > ceiling.flops_per_second:
             higher = f"the earlier {flops_text(earlier.flops_per_second)} is higher"
-            remarks.append(f"{key.dtype} not cached: {load}{higher}")
+            remarks.append(f"{ceiling.dtype} not cached: {higher}")
             continue
         try:
-            store_ceiling(key, new)
+            store_ceiling(ceiling)
         except OSError as error:
             return f"not cached: {error}"
     return "; ".join(remarks) or None

@@ -1,7 +1,7 @@
 """Contention: CPU cores and GPUs that other processes used during a measurement.
 
-On a CPU: the busy time of the cores by the kernel's counters (``/proc/stat``, see proc(5)), minus the CPU time of the
-ranks. On a GPU: the processes that NVML lists.
+On a CPU: the busy time of the cores by the kernel's counters, minus the CPU time of the ranks. On a GPU: the processes
+that NVML lists.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
@@ -23,12 +22,9 @@ from ptdbench.launch.peers import node
 from ptdbench.measure import gpu_state
 from ptdbench.measure.results import OtherLoad
 
-STAT = Path("/proc/stat")
-
-#: Columns of ``/proc/stat``: user, nice, system, and steal (time taken by other virtual machines). Interrupts are
-#: ignored, as the ranks' own messages cause some.
-_BUSY = (0, 1, 2, 7)
-_COLUMNS = 8  # later columns are included in user and nice
+#: What counts as busy; ``steal`` is time taken by other virtual machines. Interrupts are ignored, as the ranks' own
+#: messages cause some.
+_BUSY = ("user", "nice", "system", "steal")
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class Watch:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cores = device, sorted(settings.own_cores())
-        self._cpu, self._ticks = 0.0, dict[int, tuple[int, int]]()
+        self._cpu, self._busy = 0.0, dict[int, float]()
         self._began = self._now()
         self.seconds = 0.0  #: The duration of all stretches.
 
@@ -60,8 +56,9 @@ class Watch:
         self.seconds += ended - began
         self._cpu += cpu_now - cpu
         for core in before.keys() & after.keys():
-            so_far, (busy, total), (busy_now, total_now) = self._ticks.get(core, (0, 0)), before[core], after[core]
-            self._ticks[core] = so_far[0] + busy_now - busy, so_far[1] + total_now - total
+            (busy, total), (busy_now, total_now) = before[core], after[core]
+            if total_now > total:
+                self._busy[core] = self._busy.get(core, 0.0) + busy_now - busy
 
     def stop(self) -> list[OtherLoad]:
         """End the stretch; see :meth:`load`."""
@@ -70,9 +67,7 @@ class Watch:
 
     def load(self) -> list[OtherLoad]:
         """Return the load of each node over all stretches; called in all ranks, with the same result."""
-        hertz = os.sysconf("SC_CLK_TCK")
-        moved = {core: busy / hertz for core, (busy, total) in self._ticks.items() if total > 0}
-        spent, gpu, users = Spent(self.seconds, self._cpu, moved, self._cores), None, 0
+        spent, gpu, users = Spent(self.seconds, self._cpu, self._busy, self._cores), None, 0
         on_gpu = self._device.type == "cuda"
         if on_gpu:  # which GPU, and how many processes NVML lists for it
             gpu = gpu_state.identity(self._device)
@@ -80,8 +75,8 @@ class Watch:
         of_ranks: list[tuple[str, Spent, str | None, int]] = gather((node(os.environ), spent, gpu, users))
         return [_of_node(name, of_ranks, on_gpu) for name in dict.fromkeys(name for name, *_ in of_ranks)]
 
-    def _now(self) -> tuple[float, float, dict[int, tuple[int, int]]]:
-        return time.perf_counter(), _cpu_seconds(), _ticks(self._cores)
+    def _now(self) -> tuple[float, float, dict[int, tuple[float, float]]]:
+        return time.perf_counter(), _cpu_seconds(), _spent(self._cores)
 
 
 def taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
@@ -92,19 +87,10 @@ def taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
     return count, max(0.0, sum(busy.values()) - of_ranks) if len(busy) == count else None
 
 
-def busy_ticks(stat: str, of: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Parse ``/proc/stat``: return busy ticks and total ticks for each of these cores."""
-    wanted = {f"cpu{core}": core for core in of}
-    lines = (line.split() for line in stat.splitlines())
-    ticks = {wanted[name]: [*map(int, values[:_COLUMNS])] for name, *values in filter(None, lines) if name in wanted}
-    return {core: (sum(row[i] for i in _BUSY if i < len(row)), sum(row)) for core, row in ticks.items()}
-
-
-def _ticks(cores: Sequence[int]) -> dict[int, tuple[int, int]]:
-    try:
-        return busy_ticks(STAT.read_text(), cores)
-    except (OSError, ValueError):  # not Linux
-        return {}
+def _spent(cores: Sequence[int]) -> dict[int, tuple[float, float]]:
+    """Return the busy and the total seconds of each of these cores since the machine started, as far as it counts."""
+    times = dict(enumerate(psutil.cpu_times(percpu=True)))
+    return {core: (sum(getattr(of, name, 0.0) for name in _BUSY), sum(of)) for core in cores if (of := times.get(core))}
 
 
 def _cpu_seconds() -> float:

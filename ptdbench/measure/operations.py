@@ -49,20 +49,19 @@ DTYPES: dict[str, Dtype] = {
     "int64": _whole(torch.int64),
 }
 
-#: A prime below 127, so that every dtype can represent the numbers up to it.
+#: Sources send numbers from 1 to this: a prime below 127, so that every dtype represents them.
 _LABELS = 113
 
-
 #: Ranks contribute numbers from 1 to this to a sum.
-_SUMMANDS = 7
+_SUMMANDS = 13
 
 
 def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
     """Return the data that ``source`` sends in operations that do not reduce: ``count`` numbers from 1 to 113.
 
-    Any two of the first 113 sources differ at every position; others at most positions.
+    Any two of the first 113 sources differ at every position.
     """
-    return _stretched(_labels(source, _LABELS, _LABELS**2) + 1, count, dtype, device)
+    return _stretched((torch.arange(_LABELS) + source) % _LABELS + 1, count, dtype, device)
 
 
 @cache
@@ -72,35 +71,15 @@ def _summed(ranks: int, dtype: Dtype) -> Tensor:
 
 
 def _contribution(source: int, ranks: int, dtype: Dtype) -> Tensor:
-    """Compute one period of a rank's numbers.
+    """Compute one period of a rank's numbers; any two of 13 ranks in a row differ.
 
     If all ranks together would exceed the dtype, only every n-th rank contributes to an element, and contributors
-    rotate after each cycle of labels: a short message then detects errors of some ranks only.
+    rotate after each cycle of numbers: a short message then detects errors of some ranks only.
     """
     stride = -(-ranks // (dtype.exact // _SUMMANDS))
-    period = _SUMMANDS**2
-    while period < _SUMMANDS * ranks:
-        period *= _SUMMANDS
-    numbers = _labels(source, _SUMMANDS, period * stride) + 1
-    if stride == 1:
-        return numbers
-    takes_part = (torch.arange(len(numbers)) // period + source) % stride == 0
-    return torch.where(takes_part, numbers, 0)
-
-
-def _labels(source: int, labels: int, length: int) -> Tensor:
-    """Compute numbers from 0 to ``labels - 1``, so that neighbors differ and no two sources have the same sequence.
-
-    The digits of the source in base ``labels`` are the coefficients of the position, its quotient by ``labels``, by
-    ``labels**2``, and so on.
-    """
-    position = torch.arange(length)
-    numbers = position + source % labels
-    rest, power = source // labels, labels
-    while rest:
-        numbers += rest % labels * (position // power)
-        rest, power = rest // labels, power * labels
-    return numbers % labels
+    position = torch.arange(_SUMMANDS * stride)
+    takes_part = (position // _SUMMANDS + source) % stride == 0
+    return torch.where(takes_part, (position + source) % _SUMMANDS + 1, 0)
 
 
 def _stretched(period: Tensor, count: int, dtype: Dtype, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rates of one device: matrix products and memory copies, with a cold cache."""
+"""Rates of matrix products on one device, with a cold cache."""
 
 from __future__ import annotations
 
@@ -80,30 +80,6 @@ def product_seconds(shape: ProductShape, dtype: str, device: torch.device, secon
         taken = repeat(lambda: torch.mm(a, b, out=out), cache_flusher(device), device, seconds)
     _verify(a, b, out, dtype, shape)
     return taken
-
-
-def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, list[float]]]:
-    """Return the seconds of each timed memory copy, with the bytes that it moves, by kind.
-
-    Within one memory each byte counts twice, as read and written (STREAM); between host and GPU once.
-    """
-    size = min(max(4 * cache_bytes(device), 2**28), 2**30)
-
-    def bytes_on(where: str, pinned: bool = False) -> Tensor:
-        return torch.ones(size, dtype=torch.uint8, device=where, pin_memory=pinned)
-
-    here = str(device)
-    kinds = {"within the device": (2, bytes_on(here), bytes_on(here))}
-    if device.type == "cuda":
-        for name, pinned in (("pageable", False), ("pinned", True)):
-            host = bytes_on("cpu", pinned)
-            kinds[f"host to device, {name}"] = (1, host, bytes_on(here))
-            kinds[f"device to host, {name}"] = (1, bytes_on(here), host)
-    flush = cache_flusher(device)
-    return {
-        kind: (times * size, repeat(partial(target.copy_, source, non_blocking=True), flush, device, seconds))
-        for kind, (times, source, target) in kinds.items()
-    }
 
 
 def repeat(work: Step, between: Step, device: torch.device, seconds: float) -> list[float]:

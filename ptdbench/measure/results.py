@@ -83,19 +83,6 @@ class Ceiling(Key, frozen=True):
     flops_per_second: float  #: Median rate of that product.
     share_of_peak: float | None  #: That rate divided by the data sheet's dense peak.
     peak_reason: str | None  #: Why there is no peak.
-    beside_load: bool  #: Whether it was measured under load, so that the rate may be too low.
-
-
-class Fit(Struct, frozen=True):
-    """The line ``t = alpha + beta * bytes`` with its errors."""
-
-    alpha: float  #: Seconds for an empty message.
-    beta: float  #: Seconds per byte.
-    alpha_error: float  #: Standard error of ``alpha``.
-    beta_error: float  #: Standard error of ``beta``.
-    r2: float  #: Fraction of the weighted variance of the times that the line explains.
-    max_relative_error: float  #: The largest relative error over the measured sizes.
-    points: int  #: Number of sizes fitted.
 
 
 class Finding(Struct, frozen=True):
@@ -128,24 +115,12 @@ class Product(Struct):
     maximum: float  #: The highest rate.
 
 
-class Copy(Struct):
-    """A copy of memory; rates in bytes/s."""
-
-    kind: str  #: Source and target.
-    bytes: int  #: Size of the copy.
-    repetitions: int  #: How often it was timed.
-    mean: float  #: The mean rate.
-    median: float  #: The median rate.
-    maximum: float  #: The highest rate.
-
-
 class RankProducts(Struct):
     """Rates of one rank's device."""
 
     rank: int  #: The rank.
     device: str  #: Its device.
     products: list[Product]  #: Matrix products, by shape and dtype.
-    copies: list[Copy]  #: Copies of memory.
 
 
 class Matmul(Struct):
@@ -153,7 +128,6 @@ class Matmul(Struct):
 
     ranks: list[RankProducts]  #: Every rank, in order.
     ceilings: list[Ceiling]  #: One for each kind of device and arithmetic.
-    other_load: list[OtherLoad]  #: Load by other processes on each node during the measurement.
     kept: str | None = None  #: Why ceilings were not cached for later runs; null if all were.
 
 
@@ -179,14 +153,6 @@ class CollectiveResult(Series):
     busbw: float | None  #: ``algbw`` times the factor of nccl-tests: the rate of the links.
 
 
-class CollectiveFit(Fit, frozen=True):
-    """The line fitted to a collective."""
-
-    op: str  #: The collective.
-    dtype: str | None  #: The dtype; null for a barrier.
-    reduction: str | None  #: The reduction; null if the collective does not reduce.
-
-
 class MessageSize(Struct):
     """Messages of one size between two ranks."""
 
@@ -202,9 +168,8 @@ class Pair(Struct):
 
     source: int  #: The sending rank.
     target: int  #: The receiving rank.
-    latency: float | None  #: One-way latency in seconds; null if it takes too long to measure.
-    bandwidth: float | None  #: Bytes per second at the largest size.
-    fit: Fit | None  #: The line fitted to all sizes; null if there are too few.
+    latency: float  #: One-way latency in seconds.
+    bandwidth: float  #: Bytes per second at the largest size.
     sizes: list[MessageSize]  #: The measurements, by size.
 
 
@@ -219,13 +184,12 @@ class Collectives(Struct):
 
     group: str | list[int]  #: The requested groups.
     groups: list[list[int]]  #: The ranks of each group; all groups run concurrently.
-    results: list[CollectiveResult]  #: One for each collective, dtype, mode and size.
-    fits: list[CollectiveFit]  #: One for each collective, dtype, reduction and mode with enough sizes.
+    results: list[CollectiveResult]  #: One for each collective, dtype and size.
     left_out: list[str]  #: Collectives that the backend does not support.
 
 
 class Check(Struct):
-    """Whether the cluster is sound (``workload=check``, or ``check=true`` before a training run)."""
+    """Whether the cluster is sound (``workload=check``)."""
 
     sound: bool  #: Whether there are no findings.
     verdict: str  #: ``sound``, ``busy`` (other load may be the cause of every finding) or ``unsound``.

@@ -34,7 +34,6 @@ _SHORT = {
     "objective": "throughput",
     "profile.trace": False,
     "resume": None,
-    "check": False,
     "logger": {"name": "none", "_target_": "ptdbench.report.loggers.none"},
 }
 

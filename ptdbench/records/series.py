@@ -1,21 +1,18 @@
 """The series of a run: ``series.npy`` in its directory, with a row of numbers for every step.
 
-The file is a sequence of blocks, each an array in NumPy's own format (:func:`numpy.lib.format.write_array`) and so
-self-describing: after a resume elsewhere a block may have another number of ranks. Row ``i`` of all blocks together is
-step ``i``. An incomplete last block, left by a killed writer, is ignored by readers and truncated by the next writer.
-``numpy.load`` on the open file also returns one block per call.
+The file is a sequence of blocks, each an array written by :func:`numpy.save` and so self-describing: after a resume
+elsewhere a block may have another number of ranks. Row ``i`` of all blocks together is step ``i``. An incomplete last
+block, left by a killed writer, is ignored by readers and truncated by the next writer.
 """
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from numpy.lib import format as npy
 
 from ptdbench.files import opened
 
@@ -38,7 +35,7 @@ def append(path: Path, rows: np.ndarray) -> None:
     with path.open("ab") as file:
         end = file.tell()
         try:
-            file.write(_block(rows))
+            np.save(file, rows, allow_pickle=False)
             file.flush()
             os.fsync(file.fileno())
         except OSError:
@@ -59,7 +56,7 @@ def keep(path: Path, steps: int) -> int:
             kept += len(block)
         file.truncate()
         if kept < steps and block is not None:  # the block that extends beyond them
-            file.write(_block(block[: steps - kept]))
+            np.save(file, block[: steps - kept], allow_pickle=False)
             kept = steps
     return kept
 
@@ -74,7 +71,7 @@ def write(path: Path, content: Iterable[np.ndarray]) -> None:
     """Replace a file with these blocks."""
     with path.open("wb") as file:
         for rows in content:
-            file.write(_block(rows))
+            np.save(file, rows, allow_pickle=False)
 
 
 def blocks(path: Path) -> Iterator[np.ndarray]:
@@ -108,22 +105,11 @@ def _dtype(ranks: int) -> np.dtype:
     return np.dtype([*((name, "<f8") for name in NUMBERS), ("step_seconds", "<f8", (ranks,))])
 
 
-def _block(rows: np.ndarray) -> bytes:
-    made = io.BytesIO()
-    npy.write_array(made, rows, version=(1, 0), allow_pickle=False)
-    return made.getvalue()
-
-
 def _read(file: BinaryIO) -> np.ndarray | None:
     """Return the block that begins here; ``None`` if it is incomplete."""
     try:
-        if npy.read_magic(file) != (1, 0):
-            return None
-        (steps,), _, dtype = npy.read_array_header_1_0(file)
-        ranks = dtype["step_seconds"].shape[0]
-        left = os.fstat(file.fileno()).st_size - file.tell()
-        if ranks < 1 or dtype != _dtype(ranks) or not 0 <= steps * dtype.itemsize <= left:
-            return None
-        return np.frombuffer(file.read(steps * dtype.itemsize), dtype, steps)
-    except Exception:  # the header parser raises many types for arbitrary bytes
+        rows = np.load(file, allow_pickle=False)
+        ranks = rows.dtype["step_seconds"].shape[0]
+        return rows if rows.ndim == 1 and ranks and rows.dtype == _dtype(ranks) else None
+    except Exception:  # many types for arbitrary bytes
         return None

@@ -186,7 +186,6 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.pipeline)),
         *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.kernels)),
         *_recipe(records),
-        *_each_once(run.remarks.check for run in records),
         *(f"{name}: took {said}" for name, run in by_name if (said := run.remarks.cut_short)),
         *(
             f"{name}: checkpoints: {lines[0]}" + (f"; {len(lines) - 1} more on record" if lines[1:] else "")
@@ -250,16 +249,11 @@ def _each_once(remarks: Iterable[str | None]) -> list[str]:
 
 
 def _ceiling_remarks(records: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
-    """Yield the names of runs that exceeded their ceiling, and ceilings that may be too low."""
-    loaded: dict[str, None] = {}
+    """Yield the names of runs that exceeded their ceiling."""
     for label, record in records:
         rate, share = record.metrics.ceiling_flops_per_second, record.metrics.share_of_ceiling
         if share and rate and share > 1:
             yield f"{label}: ceiling of {flops_text(rate)} passed; workload=matmul measures it again"
-        elif share and rate and record.metrics.ceiling_beside_load:
-            loaded[flops_text(rate)] = None
-    for too_low in loaded:
-        yield f"ceiling of {too_low}: taken beside other load, and perhaps too low"
 
 
 def _clock_remarks(records: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:

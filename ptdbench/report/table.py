@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import pkgutil
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
-from hydra.utils import get_object
-from msgspec import convert
+from msgspec import ValidationError, convert
 
 from ptdbench import terminal
 from ptdbench.comparison import alternatives, predictions
 from ptdbench.grouping import grouped
 from ptdbench.measure.results import Findings
-from ptdbench.problems import first_line
 from ptdbench.profiling import perfetto
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.store import RECORD, RESULTS, is_sweep, read_record, read_results
@@ -30,6 +26,7 @@ from ptdbench.report.columns import Row, Section
 from ptdbench.report.labels import names
 from ptdbench.report.remarks import reason
 from ptdbench.report.text import MISSING, Column, wrap
+from ptdbench.report.workload_tables import TABLES
 from ptdbench.terminal import command, echo
 from ptdbench.units import size_text, three_digits
 
@@ -37,10 +34,10 @@ from ptdbench.units import size_text, three_digits
 _MOST_LINES, _LONGEST = 60, 200
 
 
-def show_results(directory: Path, typed: Collection[str] = ()) -> list[RunRecord]:
+def show_results(directory: Path) -> list[RunRecord]:
     """Print the final table of a run or a sweep, and where to read on; return its records.
 
-    ``typed`` is as for :func:`of_workload`. Prints nothing if a signal arrived before the first run began.
+    Prints nothing if a signal arrived before the first run began.
     """
     if is_sweep(directory):
         records = read_results(directory, lambda damage: echo(damage, sys.stderr))
@@ -49,21 +46,21 @@ def show_results(directory: Path, typed: Collection[str] = ()) -> list[RunRecord
     if records:
         width = terminal.width()
         plans = all(record.kind == "planned" for record in records)
-        text.show(of_plans(records, width) if plans else render(records, width, typed))
+        echo(of_plans(records, width) if plans else render(records, width))
         echo(closing_lines(directory, records))
     return records
 
 
-def render(records: Sequence[RunRecord], width: int = 100, typed: Collection[str] = ()) -> str:
+def render(records: Sequence[RunRecord], width: int = 100) -> str:
     """Return the runs of each model as plain text, fastest first and unfinished ones last.
 
     Columns without a figure are omitted. If the others do not fit in ``width`` characters, the number of ranks and the
     batch move to the title if all runs have the same, the least important columns are omitted and named below, and
-    words wrap; a figure is never truncated. ``typed`` is as for :func:`of_workload`.
+    words wrap; a figure is never truncated.
     """
     found = alternatives.group(record for record in records if record.model)
     shown = [_of_model(one, width) for one in columns.sections(found)]
-    shown += [of_workload(record, width, typed) for record in records if not record.model]
+    shown += [of_workload(record, width) for record in records if not record.model]
     return "\n\n".join(shown)
 
 
@@ -95,22 +92,14 @@ def closing_lines(directory: Path, records: Sequence[RunRecord] = ()) -> str:
     return "\n".join(lines)
 
 
-def of_workload(record: RunRecord, width: int, typed: Collection[str] = ()) -> str:
+def of_workload(record: RunRecord, width: int) -> str:
     """Render the result of a workload that does not train, even if it failed, or why there is none.
 
-    A record is data, perhaps from someone else. ptdbench's own workloads render their results; those of third-party
-    workloads are shown as recorded, without running the code that the record names, except for the classes ``typed``,
-    which the user has just run.
+    Results of a workload from outside ptdbench are shown as recorded: the code that a record names is not run.
     """
     if record.workload == "program":
         return virtual.of_program(record, width)
-    lines = []
-    try:
-        if results := record.written.get(record.workload):
-            lines.append(_shown(results, record, width, typed))
-    except Exception as error:  # its types are not in the schema
-        cause = f"{type(error).__name__}: {first_line(error)}"
-        lines = [f"{record.workload}: the results in {record.directory} cannot be shown: {cause}"]
+    lines = [_results(results, record.workload, width)] if (results := record.written.get(record.workload)) else []
     if record.status == "ok" and not lines:
         without = f"ok, without a result to show: its outcome has no field {record.workload}"
         lines.append(wrap(f"{record.workload}: {without}", width))
@@ -119,28 +108,15 @@ def of_workload(record: RunRecord, width: int, typed: Collection[str] = ()) -> s
     return "\n".join(lines)
 
 
-def _shown(results: object, record: RunRecord, width: int, typed: Collection[str]) -> str:
-    target = record.option("workload._target_", str) or ""
-    workload = _own_workload(target) or (get_object(target) if target in typed else None)
-    if workload is None:
-        return _as_it_is(results)
-    if workload.show.__module__.startswith("ptdbench."):  # it may be inherited
-        results = getattr(convert({record.workload: results}, Findings), record.workload)
-    return str(workload.show(results, width))
+def _results(results: object, workload: str, width: int) -> str:
+    if workload in TABLES:
+        with suppress(ValidationError):  # of another workload with this name
+            return TABLES[workload](getattr(convert({workload: results}, Findings), workload), width)
+    return _as_recorded(results)
 
 
-def _own_workload(target: str) -> Any:
-    """Return ptdbench's workload of this name; other modules are not imported."""
-    package = import_module("ptdbench.workloads")
-    module, _, name = target.rpartition(".")
-    if module not in {f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)}:
-        return None
-    workload = vars(import_module(module)).get(name)
-    return workload if getattr(workload, "__module__", None) == module else None
-
-
-def _as_it_is(found: object) -> str:
-    lines = json.dumps(found, indent=1).splitlines()
+def _as_recorded(results: object) -> str:
+    lines = json.dumps(results, indent=1).splitlines()
     shown = [line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…" for line in lines[:_MOST_LINES]]
     left_out = len(lines) - len(shown)
     return "\n".join([*shown, *([f"… and {left_out:,} lines more in {RECORD}"] if left_out else [])])

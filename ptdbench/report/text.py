@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,10 +11,8 @@ from operator import itemgetter
 from typing import Generic, TypeVar
 
 from rich.cells import cell_len, chop_cells, set_cell_size
-from rich.console import Console
-from rich.text import Text
 
-from ptdbench.terminal import echo, plain
+from ptdbench.terminal import plain
 
 #: Spaces between two columns of a table.
 _GAP = 2
@@ -154,30 +150,6 @@ def _in_lines(words: Iterable[str], width: int, indent: str = "") -> list[str]:
 
 def _total(widths: Mapping[int, int]) -> int:
     return sum(widths.values()) + _GAP * (len(widths) - 1)
-
-
-def emphasized(text: str) -> Text:
-    """Style the text of tables for a terminal: bold headings, the fastest run in green, and failed runs in red."""
-    shown = Text(plain(text))
-    shown.highlight_regex(r"(?m)^.* · .*$|^ *#  .*$", "bold")
-    is_ranking, start = False, 0
-    for line in shown.plain.splitlines(keepends=True):
-        is_ranking = line.lstrip().startswith("#  ") or (is_ranking and re.match(r" *[\d─-]", line) is not None)
-        if is_ranking and (found := re.match(r" *(1|-)  .*", line)):
-            style = "green" if found[1] == "1" else "" if line.rstrip().endswith("ok") else "red"
-            shown.stylize(style, start, start + len(line))
-        start += len(line)
-    return shown
-
-
-def show(text: str) -> None:
-    """Print tables, with :func:`emphasized` on a terminal that supports it, else unstyled."""
-    console = Console(highlight=False)
-    of_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ  # Open MPI gives ranks a terminal, even if its output is a file
-    if console.is_terminal and not of_mpirun and sys.stdout and console.encoding.startswith("utf"):
-        console.print(emphasized(text), soft_wrap=True)
-    else:
-        echo(text)
 
 
 def difference(

@@ -24,7 +24,7 @@ from ptdbench.report.columns import unit
 from ptdbench.report.labels import names
 from ptdbench.report.recorded_phases import work_difference
 from ptdbench.report.remarks import listed, reason
-from ptdbench.report.text import MISSING, drawn, range_text, wrap
+from ptdbench.report.text import MISSING, drawn, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
 
@@ -54,7 +54,6 @@ class Pair:
     known: Comparison | None  #: The throughput after relative to before; ``None`` if there are too few runs.
     verdict: Verdict  #: The verdict on the difference, at a level for all pairs together.
     losses: str | None  #: How far apart the losses of the same configuration are, if rounding does not explain it.
-    parameters: str | None  #: How the same configuration's number of parameters changed, if it did.
 
     @property
     def sides(self) -> tuple[tuple[str, Alternative], tuple[str, Alternative]]:
@@ -149,31 +148,20 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
     judged = []
     for (label, before, after), apart, sign in zip(pairs, compared, signs, strict=True):
         known = significance.compare(apart, level, pairs=len(pairs)) if apart else None
-        verdict = _failing(before, after, level / len(pairs)) or (_SEEN[sign] if known else "not enough data")
-        losses, parameters = (
-            (remarks.losses_apart(before.runs, after.runs), _resized(before, after)) if is_same else (None, None)
-        )
-        judged.append(Pair(label, before, after, known, verdict, losses, parameters))
+        verdict = _failing(before, after) or (_SEEN[sign] if known else "not enough data")
+        losses = remarks.losses_apart(before.runs, after.runs) if is_same else None
+        judged.append(Pair(label, before, after, known, verdict, losses))
     return judged
 
 
-def _resized(before: Alternative, after: Alternative) -> str | None:
-    """Return how the number of parameters changed; ``None`` if it did not, or is not on record."""
-    sizes = [{run.parameters for run in side.runs if run.parameters} for side in (before, after)]
-    if not all(sizes) or sizes[0] == sizes[1]:
-        return None
-    was, now = (range_text(of_side, "{:,}".format) for of_side in sizes)
-    return f"{was} parameters before and {now} after"
-
-
-def _failing(before: Alternative, after: Alternative, level: float) -> Verdict | None:
-    """Judge failures: one is enough if there was none before, otherwise more than chance explains."""
-    (was, of), (now, on) = ((len(_failed(side)), len(side.runs) - len(_interrupted(side))) for side in (before, after))
+def _failing(before: Alternative, after: Alternative) -> Verdict | None:
+    """Judge failures: one is enough if there was none before."""
+    was, now = (len(_failed(side)) for side in (before, after))
     if before.sample and now and not after.sample:
         return "fails"
     if after.sample and was and not before.sample:
         return "runs again"
-    if before.sample and now and (not was or significance.chance_of_failures(was, of, now, on) <= level):
+    if before.sample and now and not was:
         return "fails at times"
     return None
 
@@ -198,23 +186,23 @@ def _interruption(run: RunRecord) -> str | None:
 def status(comparison: Versus, threshold: float | None) -> int:
     """Return the exit status of a gate.
 
-    With a threshold, a fraction, a configuration fails if it is slower by at least that much, or if its losses or its
-    number of parameters differ; it passes only if the interval of its ratio excludes such a slowdown. Without a
-    threshold, a configuration fails if it is seen to be slower.
+    With a threshold, a fraction, a configuration fails if it is slower by at least that much, or if its losses differ;
+    it passes only if the interval of its ratio excludes such a slowdown. Without a threshold, a configuration fails if
+    it is seen to be slower.
 
     Returns:
         1: a configuration fails or is slower. 3: there are not enough data to exclude that. 0: none is.
     """
     if any(pair.verdict in _FAILING or _is_slower(pair, threshold or 0.0) for pair in comparison.pairs):
         return 1
-    if threshold is not None and any(pair.losses or pair.parameters for pair in comparison.pairs):
+    if threshold is not None and any(pair.losses for pair in comparison.pairs):
         return 1
     return 3 if any(_is_open(pair, threshold) for pair in comparison.pairs) else 0
 
 
 def gate(comparison: Versus, threshold: float) -> list[str]:
     """Return why a gate with a threshold does not pass, unless the verdicts say so."""
-    other = [pair.label for pair in comparison.pairs if pair.losses or pair.parameters]
+    other = [pair.label for pair in comparison.pairs if pair.losses]
     unsure = [
         pair.label
         for pair in comparison.pairs
@@ -250,7 +238,7 @@ def render(comparison: Versus, titles: tuple[str, str], width: int) -> str:
         sides = [_rate(side, margins[id(side)] + ("" if one else f" {pair.unit}/s")) for _, side in pair.sides]
         rows.append([pair.label, runs, *sides, _ratio(pair), pair.verdict])
     table = drawn(headings, rows, width, ["configuration", "verdict"])
-    other = [f"{pair.label}: {said}" for pair in comparison.pairs for said in (pair.losses, pair.parameters) if said]
+    other = [f"{pair.label}: {pair.losses}" for pair in comparison.pairs if pair.losses]
     lines = [*_seen(comparison.pairs), *other, *_remarks(comparison)]
     return "\n".join([table, *(wrap(line, width) for line in lines)])
 
@@ -301,7 +289,6 @@ def _as_json(pair: Pair) -> dict[str, object]:
         "detectable": known and known.detectable,
         "paired": known and known.is_paired,
         "losses": pair.losses,
-        "parameters": pair.parameters,
         **sides,
     }
 

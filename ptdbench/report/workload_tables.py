@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 from ptdbench.grouping import grouped
 from ptdbench.launch.world import Peer
@@ -59,13 +60,9 @@ def matmul_tables(matmul: results.Matmul, width: int) -> str:
     ranks = matmul.ranks
     names = ", ".join(dict.fromkeys(rank.device for rank in ranks))
     count = plural(len(ranks), "rank")
-    blocks = [
-        f"matrix products on {count} at once ({names}): TFLOP/s of a rank",
-        _products(ranks, matmul.ceilings, width),
-    ]
-    if ranks[0].copies:
-        blocks += [f"copies of memory on {count} at once: GB/s of a rank", _copies(ranks, width)]
-    return "\n".join([*blocks, *_ceilings(matmul.ceilings), *filter(None, [matmul.kept])])
+    title = f"matrix products on {count} at once ({names}): TFLOP/s of a rank"
+    table = _products(ranks, matmul.ceilings, width)
+    return "\n".join([title, table, *_ceilings(matmul.ceilings), *filter(None, [matmul.kept])])
 
 
 def _products(ranks: Sequence[results.RankProducts], ceilings: Sequence[results.Ceiling], width: int) -> str:
@@ -73,25 +70,17 @@ def _products(ranks: Sequence[results.RankProducts], ceilings: Sequence[results.
     rows = []
     for of_ranks in zip(*(rank.products for rank in ranks), strict=True):
         dtype, shape = of_ranks[0].dtype, of_ranks[0].shape
-        rows.append([dtype, shape + " (best)" * ((dtype, shape) in best), *_cells(of_ranks, 1e12)])
+        rows.append([dtype, shape + " (best)" * ((dtype, shape) in best), *_cells(of_ranks)])
     return drawn(["dtype", "shape", *_FIGURES], rows, width, words=["dtype", "shape"])
 
 
-def _copies(ranks: Sequence[results.RankProducts], width: int) -> str:
-    rows = [
-        [of_ranks[0].kind, f"{of_ranks[0].bytes / 2**20:,.0f} MiB", *_cells(of_ranks, 1e9)]
-        for of_ranks in zip(*(rank.copies for rank in ranks), strict=True)
-    ]
-    return drawn(["copy", "size", *_FIGURES], rows, width, words=["copy", "size"])
-
-
-def _cells(of_ranks: Sequence[results.Product] | Sequence[results.Copy], unit: float) -> list[str]:
+def _cells(of_ranks: Sequence[results.Product]) -> list[str]:
     """Return medians over ranks of each rank's mean, median and maximum, and the rank with the lowest median."""
     over_ranks = [statistics.median(map(attrgetter(name), of_ranks)) for name in ("mean", "median", "maximum")]
     slowest = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank].median)
     return [
-        *(three_digits(rate / unit) for rate in over_ranks),
-        f"{three_digits(of_ranks[slowest].median / unit)} (rank {slowest})",
+        *(three_digits(rate / 1e12) for rate in over_ranks),
+        f"{three_digits(of_ranks[slowest].median / 1e12)} (rank {slowest})",
         f"{min(rank.repetitions for rank in of_ranks)}x",
     ]
 
@@ -100,10 +89,9 @@ def _ceilings(ceilings: Sequence[results.Ceiling]) -> Iterator[str]:
     for ceiling in ceilings:
         share = ceiling.share_of_peak
         of_peak = f"no share of a peak: {ceiling.peak_reason}" if share is None else f"{share:.1%} of the peak"
-        beside = ", taken beside other load" if ceiling.beside_load else ""
         where = ceiling.device + ("" if ceiling.threads is None else f", {plural(ceiling.threads, 'thread')}")
         rate = three_digits(ceiling.flops_per_second / 1e12)
-        yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling.dtype} ({ceiling.shape}){beside}, {of_peak}"
+        yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling.dtype} ({ceiling.shape}), {of_peak}"
 
 
 #: Maximum number of readable rows; with more, only some sizes are shown.
@@ -131,17 +119,16 @@ def p2p_tables(p2p: results.P2P, width: int) -> str:
 
 
 def collectives_tables(collectives: results.Collectives, width: int) -> str:
-    """Render times and bandwidths by size, the fits, and what the bandwidths mean."""
+    """Render times and bandwidths by size, and what the bandwidths mean."""
     groups = collectives.groups
     title = f"{plural(len(groups), 'group')} of {plural(len(groups[0]), 'rank')}"
     if len(groups) > 1:
         title += f" ({collectives.group}), at the same time"
-    blocks = [f"{title}; every result was checked\n{_sizes(collectives.results, width)}"]
-    blocks += [_fits(collectives.fits, width)] if collectives.fits else []
+    table = f"{title}; every result was checked\n{_sizes(collectives.results, width)}"
     remarks = [*_definitions(collectives, width)]
     if collectives.left_out:
         remarks.append(wrap(f"left out, not in this backend: {', '.join(collectives.left_out)}", width))
-    return "\n\n".join([*blocks, "\n".join(remarks)])
+    return "\n\n".join([table, "\n".join(remarks)])
 
 
 def _rate(bytes_per_second: float | None) -> str:
@@ -149,8 +136,7 @@ def _rate(bytes_per_second: float | None) -> str:
 
 
 def _matrix(title: str, pairs: Iterable[results.Pair], name: str, scale: float, ranks: int, width: int) -> str:
-    known = [pair for pair in pairs if getattr(pair, name) is not None]
-    figures = {(pair.source, pair.target): scale * getattr(pair, name) for pair in known}
+    figures = {(pair.source, pair.target): scale * getattr(pair, name) for pair in pairs}
     rows = [
         [str(source), *(figure_text(figures.get((source, target)), three_digits) for target in range(ranks))]
         for source in range(ranks)
@@ -159,9 +145,9 @@ def _matrix(title: str, pairs: Iterable[results.Pair], name: str, scale: float, 
 
 
 def _slowest(title: str, pairs: Iterable[results.Pair], width: int) -> str:
-    measured = sorted((pair for pair in pairs if pair.bandwidth), key=attrgetter("bandwidth"))
+    measured = sorted(pairs, key=attrgetter("bandwidth"))
     rows = [
-        [str(pair.source), str(pair.target), three_digits(1e6 * (pair.latency or 0.0)), _rate(pair.bandwidth)]
+        [str(pair.source), str(pair.target), three_digits(1e6 * pair.latency), _rate(pair.bandwidth)]
         for pair in measured[:_SLOWEST]
     ]
     return f"{title}\n{drawn(['from', 'to', 'latency µs', 'GB/s'], rows, width)}"
@@ -172,7 +158,7 @@ def _sizes(measured: Sequence[results.CollectiveResult], width: int) -> str:
     every = max(1, -(-len(measured) // _ROWS))
     headings = ["operation", "size", "time", "p5", "p95", "algbw GB/s", "busbw GB/s"]
     shown = []
-    for name, rows in groupby(measured, key=name_of_series):
+    for name, rows in groupby(measured, key=str):
         of_series = list(rows)
         for number, row in enumerate(of_series):
             if number % every and row is not of_series[-1]:
@@ -182,17 +168,6 @@ def _sizes(measured: Sequence[results.CollectiveResult], width: int) -> str:
             shown.append(["" if number else name, size, *times, _rate(row.algbw), _rate(row.busbw)])
     thinned = f"\n{len(measured)} figures, not all of them shown: the record has the rest" if every > 1 else ""
     return f"{drawn(headings, shown, width, words=['operation'])}{thinned}"
-
-
-def _fits(fits: Sequence[results.CollectiveFit], width: int) -> str:
-    headings = ["operation", "alpha µs", "±", "1/beta GB/s", "R2", "worst", "sizes"]
-    rows = []
-    for fit in fits:
-        alphas = (three_digits(1e6 * seconds) for seconds in (fit.alpha, fit.alpha_error))
-        doubts = f"{fit.r2:.3f}", f"{100 * fit.max_relative_error:.0f}%", str(fit.points)
-        rows.append([name_of_series(fit), *alphas, _rate(1 / fit.beta if fit.beta > 0 else None), *doubts])
-    shown = drawn(headings, rows, width, words=["operation"])
-    return f"fitted: time = alpha + beta * bytes; worst: how far the line was off at one size\n{shown}"
 
 
 def _definitions(collectives: results.Collectives, width: int) -> Iterator[str]:
@@ -205,11 +180,6 @@ def _definitions(collectives: results.Collectives, width: int) -> Iterator[str]:
         yield wrap(f"busbw = {formula}: {', '.join(ops)}", width)
 
 
-def name_of_series(series: results.CollectiveResult | results.CollectiveFit) -> str:
-    """Name a series of collectives: ``all_reduce fp32 sum``."""
-    return " ".join(filter(None, (series.op, series.dtype, series.reduction)))
-
-
 def check_verdict(check: results.Check, width: int) -> str:
     """Render the ranks, the measurements, and last the verdict, as plain text."""
     tables = [hello_table(check.hello, width), matmul_tables(check.matmul, width)]
@@ -218,13 +188,12 @@ def check_verdict(check: results.Check, width: int) -> str:
 
 def _figures(check: results.Check) -> Iterator[str]:
     """Yield links and collectives in a line each; their workloads show more."""
-    pairs = [pair for pair in (check.p2p.pairs if check.p2p else []) if pair.bandwidth]
-    if pairs:
-        slowest, fastest = (choose(pairs, key=lambda pair: pair.bandwidth or 0.0) for choose in (min, max))
-        least, most = (1e6 * choose(pair.latency or 0.0 for pair in pairs) for choose in (min, max))
+    if pairs := check.p2p.pairs if check.p2p else []:
+        slowest, fastest = (choose(pairs, key=attrgetter("bandwidth")) for choose in (min, max))
+        least, most = (1e6 * choose(pair.latency for pair in pairs) for choose in (min, max))
         yield (
-            f"links         {(fastest.bandwidth or 0.0) / 1e9:.3g} GB/s at most, rank {slowest.source} to rank "
-            f"{slowest.target} least with {(slowest.bandwidth or 0.0) / 1e9:.3g} GB/s; latency {least:,.0f} to "
+            f"links         {fastest.bandwidth / 1e9:.3g} GB/s at most, rank {slowest.source} to rank "
+            f"{slowest.target} least with {slowest.bandwidth / 1e9:.3g} GB/s; latency {least:,.0f} to "
             f"{most:,.0f} µs"
         )
     for result in check.collectives.results if check.collectives else []:
@@ -246,3 +215,13 @@ def _verdict(check: results.Check, width: int) -> Iterator[str]:
         yield wrap(f"{title:14}{text}", width, " " * 14)
     for finding in check.findings:
         yield wrap(f"  - {finding.text}", width, "    ")
+
+
+#: The table of each workload's results, by the field of the record.
+TABLES: dict[str, Callable[[Any, int], str]] = {
+    "hello": hello_table,
+    "matmul": matmul_tables,
+    "p2p": p2p_tables,
+    "collectives": collectives_tables,
+    "check": check_verdict,
+}

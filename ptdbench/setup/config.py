@@ -176,7 +176,6 @@ class General:
     resume: str | None
     reshape: bool
     timeout_minutes: Minutes | None
-    check: bool
     objective: Objective
     memory_reserve: Reserve | None
 

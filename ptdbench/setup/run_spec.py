@@ -125,7 +125,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         found.catch(checks.check_capability, precision, virtual.gpu_name, virtual.capability)
     workload = found.catch(choices.build, config, "workload")
     trains = workload is not None and workload.trains
-    found.catch(lambda: require(*_in_vain(config, trains or workload is None)))
+    found.catch(lambda: require(*_in_vain(config)))
     found.catch(_check_logger, config, trains)
     on_gpu = device_type == "cuda"
     nodes = _nodes(config, world)
@@ -217,7 +217,7 @@ def _unfit_for_virtual(config: Config, world: World | None) -> Iterator[Problem]
     launcher = world.launcher if world and not world.started_by.has_parent else ""
     some = ranks is not None
     saves = bool(config.checkpoint.every_steps or general.resume)
-    is_other_work = general.check or config.call("workload").name != "train"
+    is_other_work = config.call("workload").name != "train"
     return broken([
         (config.resolved.get("device") == "cpu", "device", "cpu", f"virtual={call.name} is a GPU",
          "try auto, or virtual=none"),
@@ -260,8 +260,8 @@ def _without_gpus(config: Config, world: World | None, gpus: int) -> Iterator[Pr
     ])  # fmt: skip
 
 
-def _in_vain(config: Config, trains: bool) -> Iterator[Problem]:
-    cluster, general, workload = config.cluster, config.general, config.call("workload").name
+def _in_vain(config: Config) -> Iterator[Problem]:
+    cluster, general = config.cluster, config.general
     requeues = isinstance(cluster, Slurm) and cluster.requeue
     return broken([
         (requeues and config.checkpoint.every_steps is None, "cluster.requeue", True,
@@ -269,8 +269,6 @@ def _in_vain(config: Config, trains: bool) -> Iterator[Problem]:
         (general.objective != "throughput" and config.eval.every is None, "objective", general.objective,
          "is measured on held-out samples, and eval.every=null never evaluates",
          f"try eval.every={config.train.steps}"),
-        (general.check and not trains, "check", True,
-         f"comes before training, and workload={workload} does not train", "try workload=check"),
     ])  # fmt: skip
 
 

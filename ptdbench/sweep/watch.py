@@ -6,13 +6,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from ptdbench.records import ledger
 from ptdbench.records.failure import of_launcher
@@ -24,9 +19,6 @@ from ptdbench.setup import resume
 from ptdbench.sweep import status
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import command, echo, plain, plural
-
-#: The phases of a run's startup that are shown, by their names in ``metrics.startup_seconds``.
-STARTUP = ("import", "config", "rendezvous", "build", "first_step")
 
 
 def numbered(sweep: Sweep) -> list[tuple[int, str, Run]]:
@@ -121,14 +113,6 @@ def _rate(run: Run) -> str:
     return f"{run.progress.per_second:,.0f}" + (" samples" if run.progress.unit == "samples" else "")
 
 
-def _startup(run: Run) -> str:
-    """Return ``9.1 = 4.2 + 0.3 + 0.1 + 0.5 + 4.0``: the parts in the order of :data:`STARTUP`."""
-    spent = run.record.metrics.startup_seconds
-    if not spent:
-        return MISSING
-    return f"{sum(spent.values()):.1f} = " + " + ".join(f"{spent.get(name, 0):.1f}" for name in STARTUP)
-
-
 def _of(cell: Callable[[Run], str]) -> Callable[[tuple[int, str, Run]], str]:
     """Return a function for the cell of a row, in one line, from one for the cell of a run."""
     return lambda row: _in_one_line(cell(row[2]))
@@ -147,45 +131,23 @@ COLUMNS: Sequence[Column[tuple[int, str, Run]]] = (
     Column("state", _of(state_text), is_text=True, min_width=12),
     Column("step", _of(_step), drop_order=4),
     Column("tokens/s", _of(_rate), drop_order=2),
-    Column("startup s", _of(_startup), drop_order=0),
 )
 
 
-def table_lines(sweep: Sweep, width: int | None = None, most: int | None = None) -> tuple[list[str], list[str]]:
-    """Return headings, a rule and the rows, and the headings for which there is no room.
-
-    No line exceeds the width: the least important columns are omitted, and the rest cut; ``None`` is no limit. With at
-    ``most`` so many rows, unfinished runs come first.
-    """
-    rows = numbered(sweep)
-    if most is not None:
-        rows = sorted(rows, key=lambda row: row[2].is_over)[:most]
-    lines, gone = text.table(COLUMNS, rows, width, folds=False)
-    return [cropped(line, width) for line in lines], gone
-
-
 def table_text(sweep: Sweep, width: int | None = None, explains: bool = True) -> str:
-    """Return the table as plain text, then omitted columns, reasons and how to resume; see :func:`table_lines`.
+    """Return the table as plain text, then omitted columns, reasons and how to resume.
 
+    No line of a run exceeds the width: the least important columns are omitted, and the rest cut; ``None`` is no limit.
     Without ``explains``, reasons are left to another table.
     """
-    lines, gone = table_lines(sweep, width)
-    said = [*_legend(sweep, gone), *(reasons(sweep) if explains else ())]
-    below = [*text.left_out(gone, width), *(wrap(line, width) for line in said)]
-    return "\n".join([*lines, *below, *(f"killed; resume with {resume.command(*one)}" for one in sweep.killed.items())])
-
-
-def _legend(sweep: Sweep, gone: Sequence[str]) -> list[str]:
-    """Return what the parts of the startup time are, if the table shows any; ``gone`` are the omitted headings."""
-    is_timed = "startup s" not in gone and any(_startup(run) != MISSING for run in sweep.runs)
-    return [f"startup s: {' + '.join(STARTUP).replace('_', ' ')}"] if is_timed else []
+    lines, gone = text.table(COLUMNS, numbered(sweep), width, folds=False)
+    below = [*text.left_out(gone, width), *(wrap(line, width) for line in (reasons(sweep) if explains else ()))]
+    killed = [f"killed; resume with {resume.command(*one)}" for one in sweep.killed.items()]
+    return "\n".join([*(cropped(line, width) for line in lines), *below, *killed])
 
 
 #: Seconds between two queries of the queue: short while the user waits for the first job, later longer to spare SLURM.
 FIRST, LATER = 1.0, 10.0
-
-#: Lines of a table other than rows: two of headings, one below, and one for the cursor.
-_AROUND_THE_ROWS = 4
 
 
 def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
@@ -201,23 +163,20 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
 
 
 def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
-    """Show the progress of a sweep's jobs until all have ended; on a signal, stop showing and leave them running.
+    """Print each change of a sweep's jobs until all have ended; on a signal, stop printing and leave them running.
 
     Returns:
         The directories of all runs that have been shown to their end, including those ``told`` before.
     """
-    console = Console(stderr=True)
-    show = _Table(console) if console.is_terminal else _Lines()
-    started = time.monotonic()
+    started, states = time.monotonic(), dict[str, str]()
     try:
-        with show:
-            while True:
-                sweep = status.settle(sweep_directory)
-                sweep = replace(sweep, runs=[run for run in sweep.runs if run.directory not in told])
-                show(sweep)
-                if all(run.is_over or (run.queue is None and not sweep.silence) for run in sweep.runs):
-                    break  # a run without a job makes no further progress
-                time.sleep(min(LATER, max(FIRST, (time.monotonic() - started) / 30)))
+        while True:
+            sweep = status.settle(sweep_directory)
+            sweep = replace(sweep, runs=[run for run in sweep.runs if run.directory not in told])
+            _print_changes(sweep.runs, states)
+            if all(run.is_over or (run.queue is None and not sweep.silence) for run in sweep.runs):
+                break  # a run without a job makes no further progress
+            time.sleep(min(LATER, max(FIRST, (time.monotonic() - started) / 30)))
     except BaseException as error:
         how = f"The jobs go on. Look at them with: {command('status')} {sweep_directory}"
         if isinstance(error, OSError):
@@ -253,31 +212,10 @@ def _show_failure(run: Run) -> None:
         echo(f"\n{name}, the end of its output:\n{tail}", sys.stderr)
 
 
-class _Table(Live):
-    def __init__(self, console: Console) -> None:
-        super().__init__(console=console, auto_refresh=False, transient=True)
-
-    def __call__(self, sweep: Sweep) -> None:
-        room = max(1, self.console.height - _AROUND_THE_ROWS)
-        below = f"{sum(run.is_over for run in sweep.runs)} of {len(sweep.runs)} have ended"
-        if len(sweep.runs) > room:
-            below += f"; {len(sweep.runs) - room} more are not shown"
-        if sweep.silence:
-            below += f"; SLURM does not answer: {plain(' '.join(sweep.silence.split()))}"
-        rows, gone = table_lines(sweep, self.console.width, room)
-        lines = [*rows, cropped("; ".join([below, *_legend(sweep, gone)]), self.console.width)]
-        self.update(Text("\n".join(lines), no_wrap=True), refresh=True)
-
-
-class _Lines(nullcontext[None]):
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: dict[str, str] = {}
-
-    def __call__(self, sweep: Sweep) -> None:
-        for run in sweep.runs:
-            state = state_text(run)
-            if self._last.get(run.directory) != state:
-                self._last[run.directory] = state
-                job = f"job {run.job.id} " if run.job else ""
-                echo(f"{job}{Path(run.directory).name}: {state}", sys.stderr)
+def _print_changes(runs: Sequence[Run], states: dict[str, str]) -> None:
+    """Print the state of each run that is not the one in ``states``, which is updated."""
+    for run in runs:
+        if states.get(run.directory) != (state := state_text(run)):
+            states[run.directory] = state
+            job = f"job {run.job.id} " if run.job else ""
+            echo(f"{job}{Path(run.directory).name}: {state}", sys.stderr)

@@ -15,8 +15,9 @@ from msgspec import to_builtins
 from ptdbench.grouping import grouped
 from ptdbench.job import Job, Results
 from ptdbench.launch.collect import gather
-from ptdbench.measure.ceiling import Measured, key_of, look_up
+from ptdbench.measure.ceiling import key_of, look_up
 from ptdbench.measure.hardware import environment
+from ptdbench.measure.results import Ceiling
 from ptdbench.measure.timing import summary, warmup_ends
 from ptdbench.parallel import precision
 from ptdbench.peaks import dense_peak
@@ -41,7 +42,7 @@ class Measurement:
     earlier_seconds: Sequence[float] = ()  #: Seconds of steps of earlier starts of this run, without their warm-up.
     #: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
     wait_seconds: Sequence[float] = ()
-    ceiling: Measured | None = None  #: The ceiling in ``dtype``, if it is known.
+    ceiling: Ceiling | None = None  #: The ceiling in ``dtype``, if it is known.
     #: The part of ``flops_per_sample`` that causal attention masks; ``None`` if unknown.
     masked_flops_per_sample: float | None = None
 
@@ -76,7 +77,6 @@ def metrics(measured: Measurement) -> Metrics:
     )
     if ceiling := measured.ceiling:
         figures.ceiling_flops_per_second = ceiling.flops_per_second
-        figures.ceiling_beside_load = ceiling.beside_load
         figures.share_of_ceiling = _times(rate, 1 / ceiling.flops_per_second)
     return figures
 
@@ -95,14 +95,14 @@ def _mfu(measured: Measurement, rate: float | None) -> tuple[float | None, str |
     return (None, reason) if peak is None else (rate / peak, None)
 
 
-def ceiling_of_run(job: Job) -> Measured | None:
+def ceiling_of_run(job: Job) -> Ceiling | None:
     """Return what ``workload=matmul`` has measured in the run's arithmetic on exactly this device, if it has."""
     if job.device.type == "cuda" and device_name(job) != torch.cuda.get_device_name(job.device):
         return None  # the ranks have different GPUs
     return look_up(key_of(environment(job.device.type), job.device, dtype_of(job)))
 
 
-def figures(job: Job, path: Path, segments: Sequence[Segment], ceiling: Measured | None) -> Results:
+def figures(job: Job, path: Path, segments: Sequence[Segment], ceiling: Ceiling | None) -> Results:
     """Compute the results, without memory, of the steps so far, read from the series file at ``path``.
 
     ``segments``: the run's starts, whose ``warmup_steps`` are set.

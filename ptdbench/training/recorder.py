@@ -21,7 +21,7 @@ from msgspec import convert
 from ptdbench.job import Job, Results
 from ptdbench.launch.collect import barrier, gather, most, total
 from ptdbench.measure import memory
-from ptdbench.measure.ceiling import Measured
+from ptdbench.measure.results import Ceiling
 from ptdbench.records import record, series, store
 from ptdbench.records.schema import Evaluation, Segment, SegmentLayout
 from ptdbench.report.loggers import Log, TensorBoard
@@ -86,10 +86,10 @@ class Recorder:
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Abort the logs if the run fails on this rank; otherwise they get the outcome elsewhere."""
+        """Close the logs if the run fails on this rank; otherwise they get the outcome elsewhere."""
         if failed:
             for log in self.logs:
-                log.abort(tells=not issubclass(failed, OSError))  # a full disk, which the run's own error reports
+                log.close()
 
     @property
     def due(self) -> bool:
@@ -161,7 +161,7 @@ class Recorder:
         return results
 
     @cached_property
-    def _ceiling(self) -> Measured | None:
+    def _ceiling(self) -> Ceiling | None:
         return ceiling_of_run(self._job)
 
     def segments(self) -> list[Segment]:

@@ -6,25 +6,21 @@ machine anything may be slow once. If other load may be the cause, the verdict i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ptdbench.files import write_json
 from ptdbench.grouping import grouped
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.collect import gather
-from ptdbench.measure import ceiling, contention, diagnosis, gpu_state, memory, results
+from ptdbench.measure import ceiling, contention, diagnosis, gpu_state, results
 from ptdbench.measure.gpu_state import Gpu, Gpus
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.products import ProductShape
 from ptdbench.measure.results import P2P, Finding, Matmul, OtherLoad, Pair
 from ptdbench.measure.timing import median_of
 from ptdbench.problems import Problem, at_least, require
-from ptdbench.report import workload_tables
-from ptdbench.terminal import echo
 from ptdbench.workloads import collectives, hello, point_to_point
 from ptdbench.workloads.collectives import Collectives
 from ptdbench.workloads.point_to_point import PointToPoint
@@ -34,9 +30,6 @@ T = TypeVar("T", bound=Hashable)
 
 #: The rate of each device or link, and the key of the peers to compare it with.
 Rates = tuple[dict[T, float], dict[T, Hashable]]
-
-#: A machine-readable file, beside the record.
-FILE = "check.json"
 
 #: The matrix product by device type: large enough to be compute-bound, and short.
 _SHAPES = {"cpu": ProductShape.of(1024), "cuda": ProductShape.of(8192)}
@@ -69,7 +62,6 @@ class Check:
     attempts: int = 5  #: How often a suspicious rank or link is measured before it is reported.
 
     trains = False
-    show = staticmethod(workload_tables.check_verdict)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that are invalid on any cluster."""
@@ -92,7 +84,7 @@ class Check:
         return Outcome(check=report, error=errors[report.verdict])
 
     def examine(self, job: Job) -> results.Check:
-        """Measure and evaluate; called in all ranks, with the same result. Rank 0 also writes a file.
+        """Measure and evaluate; called in all ranks, with the same result.
 
         Raises:
             ArithmeticError: A sum, a product or a message is wrong, so that no result can be trusted.
@@ -114,7 +106,7 @@ class Check:
             max(of_node, key=lambda load: (len(load.gpu_ranks), load.taken or 0))
             for of_node in zip(products.load, links.load, strict=True)
         ]
-        report = results.Check(
+        return results.Check(
             sound=verdict == "sound",
             verdict=verdict,
             busy=_why_busy(load) if verdict == "busy" else None,
@@ -135,14 +127,11 @@ class Check:
             p2p=links.first,
             collectives=together,
         )
-        if job.world.is_first:
-            write_json(job.directory / FILE, report)
-        return report
 
     def products(self, job: Job) -> Matmul:
         """Measure the devices briefly."""
         shapes, alive = [_SHAPES[job.device.type]], job.watchdog.alive
-        return ceiling.measure(job.world, job.device, shapes, _DTYPES, _SECONDS, copies=False, alive=alive)
+        return ceiling.measure(job.world, job.device, shapes, _DTYPES, _SECONDS, alive)
 
     def messages(self, job: Job) -> P2P | None:
         """Measure the links briefly; ``None`` for a single rank."""
@@ -174,23 +163,6 @@ class _Measured(Generic[R, T]):
     slow: dict[T, float]  #: The best rates that are slow, as a fraction of their peers' median.
     attempts: int  #: Number of measurements.
     load: list[OtherLoad]  #: Other load of each node meanwhile.
-
-
-def preliminary(job: Job) -> results.Check | None:
-    """Run the check before a training run, if ``check=true``; rank 0 prints what is unsound."""
-    if not job.spec.config.general.check:
-        return None
-    report = Check().examine(job)
-    memory.release(job.device)
-    job.watch.lap("check")
-    if job.world.is_first and not report.sound:
-        echo(f"{summary(report)}; the run continues", sys.stderr)
-    return report
-
-
-def summary(report: results.Check) -> str:
-    """Return the verdict and the findings in one line."""
-    return f"{report.verdict}: {_texts(report)}"
 
 
 def _texts(report: results.Check) -> str:

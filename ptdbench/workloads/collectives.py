@@ -12,10 +12,9 @@ from msgspec.structs import asdict
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import bandwidth, results, timing
 from ptdbench.measure.operations import DTYPES, OPERATIONS, GroupRank, unsupported, verify
-from ptdbench.measure.results import CollectiveFit, CollectiveResult, Series
+from ptdbench.measure.results import CollectiveResult, Series
 from ptdbench.measure.timing import Effort, median_of, summary
 from ptdbench.problems import Problem, divisors, nearest, require, try_these
-from ptdbench.report import workload_tables
 
 #: Buffers per message on a rank: input, result, expected result, and the backend's copy.
 _COPIES = 4
@@ -34,7 +33,6 @@ class Collectives(Effort):
     pipeline_size: int | Literal["auto"] = "auto"
 
     trains = False
-    show = staticmethod(workload_tables.collectives_tables)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that are invalid on any ranks."""
@@ -86,14 +84,10 @@ def measure(job: Job, options: Collectives) -> results.Collectives:
         group=options.group,
         groups=groups,
         results=[],
-        fits=[],
         left_out=unsupported(job.spec.backend, job.device.type),
     )
     for series in options.series(figures.left_out):
-        rows = _measure_series(job, options, series, member, len(groups[0]))
-        figures.results += rows
-        if line := bandwidth.fit([row.bytes for row in rows], [median_of(row.seconds) for row in rows]):
-            figures.fits.append(CollectiveFit(**asdict(line), **asdict(series)))
+        figures.results += _measure_series(job, options, series, member, len(groups[0]))
     if member and member.group:
         dist.destroy_process_group(member.group)
     return figures

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.address import meeting_point
 from ptdbench.measure import results
-from ptdbench.report import workload_tables
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,6 @@ class Hello:
     """List the ranks; needs no model and no data."""
 
     trains = False
-    show = staticmethod(workload_tables.hello_table)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
         """Accept any ranks."""

@@ -1,4 +1,4 @@
-"""The workload ``matmul``: rates of matrix products and copies on each rank's device, measured on all ranks at once."""
+"""The workload ``matmul``: rates of matrix products on each rank's device, measured on all ranks at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ptdbench.job import Job, Outcome
 from ptdbench.measure import ceiling
 from ptdbench.measure.products import DTYPES, ProductShape
 from ptdbench.problems import Problem, require, try_these
-from ptdbench.report import workload_tables
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,6 @@ class Matmul:
     seconds: float = 0.5  #: Approximate duration of the repetitions of one shape and dtype.
 
     trains = False
-    show = staticmethod(workload_tables.matmul_tables)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that no device supports."""
@@ -53,10 +51,10 @@ class Matmul:
             require(Problem("workload.dtypes", self.dtypes, rule, "try fp32, bf16, fp16"))
 
     def __call__(self, job: Job) -> Outcome:
-        """Run one rank's part; ceilings are cached, of chosen shapes only if higher."""
+        """Run one rank's part; ceilings are cached unless earlier ones are higher."""
         shapes, dtypes = self._chosen(job.device.type)
-        rates = ceiling.measure(job.world, job.device, shapes, dtypes, self.seconds, alive=job.watchdog.alive)
-        rates.kept = ceiling.keep_ceilings(job.world, rates.ceilings, only_higher=self.shapes != "auto")
+        rates = ceiling.measure(job.world, job.device, shapes, dtypes, self.seconds, job.watchdog.alive)
+        rates.kept = ceiling.keep_ceilings(job.world, rates.ceilings)
         return Outcome(matmul=rates)
 
     def _chosen(self, device_type: str) -> tuple[list[ProductShape], list[str]]:

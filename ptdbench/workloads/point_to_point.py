@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ptdbench.job import Job, Outcome
-from ptdbench.measure import bandwidth, timing
+from ptdbench.measure import timing
 from ptdbench.measure.operations import DTYPES, compare, sent
 from ptdbench.measure.results import P2P, MessageSize, Pair
 from ptdbench.measure.timing import Effort, median_of, summary
 from ptdbench.problems import Problem, require
-from ptdbench.report import workload_tables
 
 #: Bytes of the answer to a message.
 ANSWER = 8
@@ -40,7 +39,6 @@ class PointToPoint(Effort):
     factor: int = 2
 
     trains = False
-    show = staticmethod(workload_tables.p2p_tables)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that are invalid on any ranks."""
@@ -81,23 +79,14 @@ def ordered_pairs(ranks: int, ring: bool) -> Iterator[tuple[int, int]]:
 def _one_way(job: Job, options: PointToPoint, source: int, target: int) -> Pair:
     latency = median_of(summary(_round_trips(job, options, source, target, ANSWER))) / 2
     rows: list[MessageSize] = []
-    points: list[tuple[int, float]] = []
     for size in timing.sizes(options.min_bytes, options.max_bytes, options.factor):
         job.watchdog.alive()
         seconds = _round_trips(job, options, source, target, size)
         times = summary(seconds)
         median = median_of(times)
         one_way = max(median - latency, median / 2)  # an answer is never slower than the message
-        points.append((size, one_way))
         rows.append(MessageSize(size, len(seconds), times, one_way, size / one_way))
-    return Pair(
-        source,
-        target,
-        latency,
-        bandwidth=rows[-1].bandwidth,
-        fit=bandwidth.fit([size for size, _ in points], [seconds for _, seconds in points]),
-        sizes=rows,
-    )
+    return Pair(source, target, latency, rows[-1].bandwidth, rows)
 
 
 def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size: int) -> list[float]:

@@ -36,7 +36,6 @@ from ptdbench.training.loop import StepLoop, Update, collect_garbage
 from ptdbench.training.metrics import first_nonfinite_loss
 from ptdbench.training.recorder import Recorder
 from ptdbench.virtual.watch import settle
-from ptdbench.workloads import check
 
 #: Number of steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
 PROBE_STEPS = 3
@@ -53,15 +52,10 @@ class Train:
 
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part."""
-        with job.watchdog.paused(), job.display.during("checking"):
-            checked = check.preliminary(job)
         job.display.phase("building")
         parts = job.training.parts_of_stages()  # before the layout changes the model
         training = _Training(job)
         outcome = training.outcome()
-        outcome.check = checked
-        if checked and not checked.sound and outcome.remarks:
-            outcome.remarks.check = check.summary(checked)
         if not (outcome.stopped or outcome.error):
             with memory.no_collection():  # a collection would copy the pages shared with the fork server
                 _explain(job, training.loop, outcome, parts)

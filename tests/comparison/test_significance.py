@@ -37,14 +37,6 @@ def test_equal_runs_do_not_differ_and_equal_differences_do():
     assert comparison.low == comparison.high == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize(
-    ("was", "before", "now", "after"), [(1, 20, 17, 20), (1, 20, 4, 20), (3, 5, 3, 4), (2, 3, 0, 9)]
-)
-def test_more_failures_than_chance_makes_are_fishers(was, before, now, after):
-    expected = stats.fisher_exact([[now, after - now], [was, before - was]], alternative="greater").pvalue
-    assert significance.chance_of_failures(was, before, now, after) == pytest.approx(expected)
-
-
 def test_holm_and_ranges_of_ranks():
     """The example of R's ``p.adjust`` for these values, by hand: 4 * 0.005, 3 * 0.01, 2 * 0.03, then never less."""
     assert significance.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])

@@ -1,36 +1,32 @@
 """The ceilings of devices: of which shape, beside what load, and found again for exactly the same device."""
 
-import json
-
 import pytest
 import torch
 from msgspec.structs import replace
 
 from ptdbench.launch.world import World
 from ptdbench.measure import ceiling
-from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.products import ProductShape
-from ptdbench.measure.results import Key, OtherLoad, Product, RankProducts
+from ptdbench.measure.results import Ceiling, Key, Product, RankProducts
 from ptdbench.problems import ConfigError
 
 GPU = Key("NVIDIA H200", "550.54", "2.15.0", "bf16", None)
-FOUND = Measured(7.5e14, "8192x8192x8192", beside_load=False)
+FOUND = Ceiling(
+    *("NVIDIA H200", "550.54", "2.15.0", "bf16", None), ranks=2, shape="8192x8192x8192", flops_per_second=7.5e14,
+    share_of_peak=0.758, peak_reason=None,
+)  # fmt: skip
 ENVIRONMENT = {"cpu": "AMD EPYC", "driver": "550.54", "torch": "2.15.0"}
 
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def test_stored_ceiling_is_found_also_of_an_earlier_version(cache):
+def test_stored_ceiling_is_found(cache):
     assert ceiling.look_up(GPU) is None
-    path = ceiling.store_ceiling(GPU, FOUND)
+    path = ceiling.store_ceiling(FOUND)
     assert [entry for entry in cache.rglob("*") if entry.is_file()] == [path]
     assert path.parent == cache / "ceilings"
     assert ceiling.look_up(GPU) == FOUND
-    text = json.loads(path.read_text())
-    del text["beside_load"]
-    path.write_text(json.dumps(text))
-    assert ceiling.look_up(GPU) == replace(FOUND, beside_load=None)
 
 
 @pytest.mark.parametrize(
@@ -38,13 +34,13 @@ def test_stored_ceiling_is_found_also_of_an_earlier_version(cache):
     [{"device": "NVIDIA H100 PCIe"}, {"driver": "550.55"}, {"torch": "2.16.0"}, {"dtype": "fp16"}, {"threads": 1}],
 )
 def test_ceiling_of_another_key_is_not_found(change):
-    ceiling.store_ceiling(GPU, FOUND)
+    ceiling.store_ceiling(FOUND)
     assert ceiling.look_up(replace(GPU, **change)) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"flops_per_second": null}'])
 def test_damaged_file_is_no_ceiling(text):
-    ceiling.store_ceiling(GPU, FOUND).write_text(text)
+    ceiling.store_ceiling(FOUND).write_text(text)
     assert ceiling.look_up(GPU) is None
 
 
@@ -59,60 +55,39 @@ def test_key_has_the_threads_of_a_cpu_and_the_driver_of_a_gpu(monkeypatch):
 def rank(number: int, medians: dict[str, float], **key: object) -> ceiling._OfRank:
     device = replace(Key("NVIDIA H200", "550", "2.15", "bf16", None), **key)
     products = [Product("bf16", shape, 1, median, median, median) for shape, median in medians.items()]
-    return ceiling._OfRank(RankProducts(number, device.device, products, []), {"bf16": device}, "n1")
-
-
-QUIET = OtherLoad("n1", 8, 0.0, [], on_gpu=True)
+    return ceiling._OfRank(RankProducts(number, device.device, products), {"bf16": device})
 
 
 class TestCeilings:
     def test_ceilings_are_of_the_best_shape_by_the_median_and_of_each_device(self):
         ranks = [rank(0, {"a": 7e14, "b": 6e14}), rank(1, {"a": 3e14, "b": 5e14}), rank(2, {"a": 4e14, "b": 5.5e14})]
-        (best,) = ceiling._ceilings(ranks, [QUIET])
+        (best,) = ceiling._ceilings(ranks)
         assert (best.shape, best.flops_per_second, best.ranks) == ("b", 5.5e14, 3)
         assert best.share_of_peak == pytest.approx(550 / 989.4)  # an H200's dense bf16 peak
         assert best.peak_reason is None
         ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
-        one, other = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[1])])
+        one, other = ceiling._ceilings(ranks)
         assert (one.flops_per_second, other.flops_per_second) == (7e14, 3e14)
-        assert (one.beside_load, other.beside_load) == (False, True)
         assert other.share_of_peak is None
         assert other.peak_reason == "no data-sheet peak on record for NVIDIA Unheard Of in bf16"
 
 
-class TestKept:
-    def keep(self, rate: float, beside_load: bool, device: str = "NVIDIA H200", **how: bool) -> str | None:
-        ranks = [rank(0, {"a": rate}, device=device)]
-        (best,) = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[0] * beside_load)])
-        return ceiling.keep_ceilings(World(0, 1, 0, 1, "torchrun"), [best], **how)
+def keep(rate: float, device: str = "NVIDIA H200") -> str | None:
+    return ceiling.keep_ceilings(
+        World(0, 1, 0, 1, "torchrun"), ceiling._ceilings([rank(0, {"a": rate}, device=device)])
+    )
 
-    @staticmethod
-    def kept() -> tuple[float, bool | None]:
-        stored = ceiling.look_up(Key("NVIDIA H200", "550", "2.15", "bf16", None))
-        return stored.flops_per_second, stored.beside_load
 
-    def test_latest_on_a_quiet_machine_is_kept(self):
-        for rate in (7e14, 6e14):
-            assert self.keep(rate, beside_load=False) is None
-            assert self.kept() == (rate, False)
+def test_the_highest_is_kept():
+    said = "bf16 not cached: the earlier 700 TFLOP/s is higher"
+    for rate, remark, highest in ((7e14, None, 7e14), (6e14, said, 7e14), (8e14, None, 8e14)):
+        assert keep(rate) == remark
+        assert ceiling.look_up(Key("NVIDIA H200", "550", "2.15", "bf16", None)).flops_per_second == highest
 
-    def test_lower_one_under_load_is_not_kept(self):
-        self.keep(7e14, beside_load=False)
-        rule = "measured under load, and the earlier 700 TFLOP/s is higher"
-        assert self.keep(6e14, beside_load=True) == f"bf16 not cached: {rule}"
-        assert self.kept() == (7e14, False)
-        assert self.keep(8e14, beside_load=True) is None
-        assert self.kept() == (8e14, True)
 
-    def test_virtual_gpu_is_not_kept(self, cache):
-        said = self.keep(7e14, beside_load=False, device="virtual NVIDIA H200")
-        assert (said, cache.exists()) == ("not cached: virtual GPUs compute nothing", False)
-
-    def test_higher_of_two_measurements_is_kept(self):
-        self.keep(7e14, beside_load=True)
-        said = self.keep(6e14, beside_load=False, only_higher=True)
-        assert said == "bf16 not cached: the earlier 700 TFLOP/s is higher"
-        assert self.kept() == (7e14, True)
+def test_virtual_gpu_is_not_kept(cache):
+    said = keep(7e14, device="virtual NVIDIA H200")
+    assert (said, cache.exists()) == ("not cached: virtual GPUs compute nothing", False)
 
 
 def test_products_beyond_memory_are_refused(monkeypatch):

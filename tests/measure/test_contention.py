@@ -1,43 +1,38 @@
 """Other load, from counters that are made up: whose time counts, and when it is enough to slow a measurement down."""
 
 import multiprocessing
-import os
 import time
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 
 from ptdbench.measure import contention
-from ptdbench.measure.contention import Spent, busy_ticks, taken
+from ptdbench.measure.contention import Spent, taken
 from ptdbench.measure.results import OtherLoad
 
-HERTZ = os.sysconf("SC_CLK_TCK")
-#: user nice system idle iowait irq softirq steal guest guest_nice
-STAT = """cpu  999 999 999 999 999 999 999 999 0 0
-cpu0 100 20 30 400 50 6 7 8 9 10
-cpu1 1 2 3 4 5 6 7 8 9 10
-cpu10 7 0 0 1 0 0 0 0 0 0
-intr 1 2 3
-"""
+
+class Times(NamedTuple):
+    """The seconds of a core, as psutil has them on Linux."""
+
+    user: float = 0.0
+    nice: float = 0.0
+    system: float = 0.0
+    idle: float = 0.0
+    irq: float = 0.0
+    steal: float = 0.0
 
 
 def load(cores=2, taken=0.0, gpu_ranks=(), on_gpu=False):
     return OtherLoad("n1", cores, taken, list(gpu_ranks), on_gpu)
 
 
-@pytest.mark.parametrize(
-    ("text", "cores", "expected"),
-    [
-        (STAT, [0], {0: (100 + 20 + 30 + 8, 621)}),  # user, nice, system and steal, of all
-        (STAT, [10, 1, 99], {1: (14, 36), 10: (7, 8)}),
-        ("cpu0 1 2 3 4\n", [0], {0: (6, 10)}),  # kernels with fewer columns
-        ("", [0, 1], {}), ("\n\n", [0, 1], {}), ("nothing of the kind", [0, 1], {}),
-    ],
-)  # fmt: skip
-def test_busy_ticks_of_cores(text, cores, expected):
-    assert busy_ticks(text, cores) == expected
+def test_user_nice_system_and_steal_are_busy(monkeypatch):
+    counters = [Times(100, 20, 30, 400, 7, 8), Times(idle=1.0)]
+    monkeypatch.setattr(contention.psutil, "cpu_times", lambda percpu: counters)
+    assert contention._spent([1, 0, 99]) == {0: (158, 565), 1: (0.0, 1.0)}
 
 
 @pytest.mark.parametrize(
@@ -75,9 +70,9 @@ def test_on_gpus_the_gpus_count_and_the_cores_do_not():
 def observed(monkeypatch):
     """A watch of one rank on cores 0 and 1, whose own CPU time stands still, by given counters and times."""
 
-    def watch(texts, times):
+    def watch(counters, times):
         clock = iter(times)
-        monkeypatch.setattr(contention, "STAT", SimpleNamespace(read_text=mock.Mock(side_effect=texts)))
+        monkeypatch.setattr(contention.psutil, "cpu_times", mock.Mock(side_effect=counters))
         monkeypatch.setattr(contention, "gather", lambda value: [value])
         monkeypatch.setattr(contention, "node", lambda environ: "n1")
         monkeypatch.setattr(contention.settings, "own_cores", lambda: frozenset({0, 1}))
@@ -87,28 +82,27 @@ def observed(monkeypatch):
     return watch
 
 
-TEN = 10 * HERTZ
-BEGAN = "cpu0 5 0 0 7\ncpu1 0 0 0 0\n"
+BEGAN = [Times(5.0, idle=7.0), Times()]
 
 
 @pytest.mark.parametrize(
-    ("texts", "taken"),
+    ("counters", "taken"),
     [
-        ((BEGAN, f"cpu0 {5 + TEN} 0 0 7\ncpu1 0 0 {TEN // 2} {TEN}\n"), pytest.approx(1.5)),
+        ((BEGAN, [Times(15.0, idle=7.0), Times(system=5.0, idle=10.0)]), pytest.approx(1.5)),
         ((BEGAN, BEGAN), None),  # they stand still
-        (FileNotFoundError, None),
+        (([], []), None),
     ],
 )
-def test_what_others_took_is_the_difference_of_counters_over_the_seconds_between(observed, texts, taken):
-    assert observed(texts, [100.0, 110.0]).stop() == [OtherLoad("n1", 2, taken, [], False)]
+def test_what_others_took_is_the_difference_of_counters_over_the_seconds_between(observed, counters, taken):
+    assert observed(counters, [100.0, 110.0]).stop() == [OtherLoad("n1", 2, taken, [], False)]
 
 
 def test_what_happens_between_stretches_does_not_count(observed):
     """Two stretches of 10 s, with 1 and 2 busy cores, and a pause in which all were busy."""
-    stats = [f"cpu0 {zero} 0 0 {idle}\ncpu1 {one} 0 0 {idle}\n" for zero, one, idle in [
-        (0, 0, 0), (0, 0, 1), (TEN, 0, TEN), (9 * TEN, 8 * TEN, TEN + 1), (10 * TEN, 9 * TEN, 2 * TEN),
+    counters = [[Times(zero, idle=idle), Times(one, idle=idle)] for zero, one, idle in [
+        (0, 0, 0), (0, 0, 1), (10, 0, 10), (90, 80, 11), (100, 90, 20),
     ]]  # fmt: skip
-    watch = observed(stats, [0.0, 1.0, 11.0, 91.0, 101.0])
+    watch = observed(counters, [0.0, 1.0, 11.0, 91.0, 101.0])
     for _ in range(2):
         watch.begin()
         watch.end()

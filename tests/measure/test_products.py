@@ -101,11 +101,3 @@ def test_tf32_is_allowed_only_for_tf32_products(monkeypatch):
         assert len(taken) >= Effort.min_repetitions
         assert min(taken) > 0
     assert torch.get_float32_matmul_precision() == before
-
-
-def test_copy_within_the_device_counts_twice():
-    copies = products.copy_seconds(CPU, seconds=0.0001)
-    assert list(copies) == ["within the device"]
-    moved, taken = copies["within the device"]
-    assert moved == 2 * 2**28
-    assert len(taken) >= Effort.min_repetitions

@@ -5,7 +5,7 @@ from operator import itemgetter
 import pytest
 from rich.cells import cell_len
 
-from ptdbench.report.text import Column, show, table, wrap
+from ptdbench.report.text import Column, table, wrap
 
 COLUMNS = (
     Column("#", itemgetter(0)),
@@ -37,15 +37,6 @@ def test_words_fold_before_columns_are_left_out_in_their_order(width, left_out, 
 def test_what_does_not_fold_is_cut():
     narrow = [Column("what it is", itemgetter(1), is_text=True, min_width=5)]
     assert table(narrow, ROWS, 6, folds=False) == (["what …", "──────", "two w…", "word"], [])
-
-
-@pytest.mark.parametrize("of_mpirun", [False, True])
-def test_ranks_of_mpirun_have_a_terminal_that_is_not_the_users(monkeypatch, capsys, of_mpirun):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    if of_mpirun:
-        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    show("#  parallel")
-    assert ("\x1b" in capsys.readouterr().out) is not of_mpirun
 
 
 NAMES = ["模型并行 流水线并行 张量并行", "数据并行" * 6, "ascii only"]

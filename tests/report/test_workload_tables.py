@@ -73,16 +73,14 @@ def matmul(*medians, **ceiling):
             "rank": number,
             "device": "NVIDIA H200",
             "products": [product(median, dtype="bf16", shape="8x8x8"), product(1e12, dtype="bf16", shape="4x4x4")],
-            "copies": [product(4e12, kind="within the device", bytes=2**30)],
         }
         for number, median in enumerate(medians)
     ]
     best = {
         "device": "NVIDIA H200", "driver": "550", "torch": "2.15", "dtype": "bf16", "threads": None, "ranks": 2,
         "shape": "8x8x8", "flops_per_second": 7.5e14, "share_of_peak": 0.758, "peak_reason": None,
-        "beside_load": False,
     }  # fmt: skip
-    return {"ranks": ranks, "ceilings": [best | ceiling], "other_load": [], "kept": None}
+    return {"ranks": ranks, "ceilings": [best | ceiling], "kept": None}
 
 
 class TestMatmul:
@@ -91,16 +89,11 @@ class TestMatmul:
         (row,) = [line.split() for line in text.splitlines() if line.startswith("bf16") and "best" in line]
         assert row == ["bf16", "8x8x8", "(best)", "630", "700", "770", "600", "(rank", "1)", "10x"]
         assert "matrix products on 3 ranks at once (NVIDIA H200): TFLOP/s of a rank" in text
-        copies = ["within the device", "1,024 MiB", "3,600", "4,000", "4,400", "4,000 (rank 0)", "10x"]
-        assert cells(text, "within") == copies
-        assert "copies of memory on 3 ranks at once: GB/s of a rank" in text
 
     @pytest.mark.parametrize(
         ("ceiling", "said"),
         [
             ({}, "NVIDIA H200: 750 TFLOP/s in bf16 (8x8x8), 75.8% of the peak"),
-            ({"beside_load": True},
-             "NVIDIA H200: 750 TFLOP/s in bf16 (8x8x8), taken beside other load, 75.8% of the peak"),
             ({"device": "AMD EPYC", "threads": 1, "flops_per_second": 5.9e10, "share_of_peak": None,
               "peak_reason": "a CPU has no data-sheet peak"},
              "AMD EPYC, 1 thread: 0.059 TFLOP/s in bf16 (8x8x8), no share of a peak: a CPU has no data-sheet peak"),
@@ -109,11 +102,8 @@ class TestMatmul:
     def test_the_ceiling_beside_the_peak(self, ceiling, said):
         assert matmul_tables(convert(matmul(800e12, **ceiling), Matmul), 100).splitlines()[-1] == f"ceiling of {said}"
 
-    def test_without_copies_there_is_no_table_of_them_and_what_was_not_kept_is_said(self):
-        found = {**matmul(1e12), "kept": "not cached: no room"}
-        found["ranks"][0]["copies"] = []
-        text = matmul_tables(convert(found, Matmul), 100)
-        assert "copies" not in text
+    def test_what_was_not_kept_is_said(self):
+        text = matmul_tables(convert(matmul(1e12) | {"kept": "not cached: no room"}, Matmul), 100)
         assert text.endswith("not cached: no room")
 
 
@@ -129,7 +119,7 @@ def collective(op="all_reduce", size=2**20, **changes):
 
 def collectives(*results, **changes):
     found = {"group": "all", "groups": [[0, 1, 2, 3]], "results": list(results)}
-    found |= {"fits": [], "left_out": []} | changes
+    found |= {"left_out": []} | changes
     return collectives_tables(convert(found, Collectives), 100)
 
 
@@ -156,12 +146,6 @@ class TestCollectives:
         assert "130 figures, not all of them shown" in text
         assert len(text.splitlines()) < 100
 
-    def test_the_fit_with_its_doubts(self):
-        series = {"op": "all_reduce", "dtype": "fp32", "reduction": "sum"}
-        line = {"alpha": 2e-5, "beta": 5e-10, "alpha_error": 1e-6, "beta_error": 1e-12}
-        fit = {**series, **line, "r2": 0.98765, "max_relative_error": 0.123, "points": 26}
-        assert cells(collectives(fits=[fit]), "all_reduce")[1:] == ["20.0", "1.00", "2.00", "0.988", "12%", "26"]
-
     def test_several_groups_and_what_was_left_out_are_said(self):
         groups = {"group": "data", "groups": [[0, 2], [1, 3]]}
         text = collectives(collective(), left_out=["reduce", "scatter"], **groups)
@@ -170,9 +154,9 @@ class TestCollectives:
 
 
 def link(source, target, latency=2e-5, bandwidth=1.5e9):
-    size = {"bytes": 2**26, "repetitions": 5, "seconds": {"median": 0.04}, "one_way": 0.04, "bandwidth": bandwidth or 0}
+    size = {"bytes": 2**26, "repetitions": 5, "seconds": {"median": 0.04}, "one_way": 0.04, "bandwidth": bandwidth}
     pair = {"source": source, "target": target, "latency": latency, "bandwidth": bandwidth}
-    return {**pair, "fit": None, "sizes": [size]}
+    return {**pair, "sizes": [size]}
 
 
 def p2p(ranks, **changes):
@@ -182,12 +166,12 @@ def p2p(ranks, **changes):
 
 class TestLinks:
     def test_a_matrix_by_pair(self):
-        figures = p2p(2, pairs=[link(0, 1, 2e-5, 1.5e9), link(1, 0, 3e-5, None)])
+        figures = p2p(2, pairs=[link(0, 1, 2e-5, 1.5e9), link(1, 0, 3e-5, 2e9)])
         latency, bandwidth = p2p_tables(convert(figures, P2P), 100).split("\n\n")
         assert latency.splitlines()[0] == "latency in µs, from row to column"
         assert [line.split() for line in latency.splitlines()[3:]] == [["0", "-", "20.0"], ["1", "30.0", "-"]]
         assert bandwidth.splitlines()[0] == "bandwidth at 64 MiB in GB/s, from row to column"
-        assert [line.split() for line in bandwidth.splitlines()[3:]] == [["0", "-", "1.50"], ["1", "-", "-"]]
+        assert [line.split() for line in bandwidth.splitlines()[3:]] == [["0", "-", "1.50"], ["1", "2.00", "-"]]
 
     def test_of_many_pairs_the_slowest_are_shown(self):
         many = p2p(12)
@@ -216,8 +200,7 @@ def check(*texts, attempts=1, **changes):
         "matmul": matmul(7e14, 7e14),
         "p2p": p2p(2, pairs=[link(0, 1, 2e-6, 12e9), link(1, 0, 3e-6, 9e9)]),
         "collectives": {
-            "group": "all", "groups": [[0, 1]], "results": [collective()], "fits": [],
-            "left_out": [],
+            "group": "all", "groups": [[0, 1]], "results": [collective()], "left_out": [],
         },
     }  # fmt: skip
     return found | changes

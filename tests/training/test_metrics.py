@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptdbench.measure.ceiling import Measured
+from ptdbench.measure.results import Ceiling
 from ptdbench.records.schema import Metrics
 from ptdbench.training import metrics as train_metrics
 from ptdbench.training.metrics import Measurement, metrics
@@ -78,12 +78,15 @@ def test_the_peak_of_ranks_with_different_gpus_is_not_that_of_rank_0(monkeypatch
 
 
 def test_the_share_of_the_ceiling_by_hand():
-    ceiling = Measured(240e12, "8x8x8", beside_load=True)
+    ceiling = Ceiling(
+        "NVIDIA H200", "550", "2.15", "bf16", None, ranks=2, shape="8x8x8", flops_per_second=240e12,
+        share_of_peak=None, peak_reason=None,
+    )  # fmt: skip
 
     def related(**changes: Any) -> tuple[Any, ...]:
         results = figures(**changes)
-        return results.ceiling_flops_per_second, results.ceiling_beside_load, results.share_of_ceiling
+        return results.ceiling_flops_per_second, results.share_of_ceiling
 
-    assert related(ceiling=ceiling) == (240e12, True, pytest.approx(48 / 240))  # 48 TFLOP/s on each device
-    assert related(ceiling=None) == (None, None, None)
-    assert related(flops_per_sample=None, ceiling=ceiling) == (240e12, True, None)
+    assert related(ceiling=ceiling) == (240e12, pytest.approx(48 / 240))  # 48 TFLOP/s on each device
+    assert related(ceiling=None) == (None, None)
+    assert related(flops_per_sample=None, ceiling=ceiling) == (240e12, None)

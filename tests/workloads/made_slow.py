@@ -3,53 +3,50 @@
 What other processes took of the cores is made up, too.
 """
 
-import os
-import tempfile
+from collections import namedtuple
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 from ptdbench.job import Job, Outcome
 from ptdbench.launch import settings
-from ptdbench.measure import contention
 from ptdbench.measure.results import Matmul
 from ptdbench.workloads.check import Check
+
+Times = namedtuple("Times", ["user", "nice", "system", "idle"], defaults=[0.0] * 4)
 
 
 @dataclass(frozen=True)
 class MadeSlow(Check):
     """Measures truly, then divides what the last rank reached; nobody else is there."""
 
-    column = 3  # idle
+    column = "idle"
 
     def __call__(self, job: Job) -> Outcome:
-        before = contention.STAT
-        with tempfile.TemporaryDirectory() as folder:
-            contention.STAT = Path(folder) / "stat"
-            self._count(0)
-            try:
-                return super().__call__(job)
-            finally:
-                contention.STAT = before
+        before = psutil.cpu_times
+        self._count(0.0)
+        try:
+            return super().__call__(job)
+        finally:
+            psutil.cpu_times = before
 
     def products(self, job: Job) -> Matmul:
         rates = super().products(job)
         for product in rates.ranks[-1].products:
             product.median /= 1e6
-        self._count(10**6 * os.sysconf("SC_CLK_TCK"))  # more than the ranks can have taken
+        self._count(1e6)  # more than the ranks can have taken
         return rates
 
-    def _count(self, ticks: int) -> None:
-        values = [0] * 8
-        values[self.column] = ticks
-        lines = [f"cpu{core} {' '.join(map(str, values))}" for core in settings.own_cores()]
-        contention.STAT.write_text("\n".join(lines))
+    def _count(self, seconds: float) -> None:
+        times = [Times(**{self.column: seconds})] * (1 + max(settings.own_cores()))
+        psutil.cpu_times = lambda percpu: times
 
 
 @dataclass(frozen=True)
 class MadeBusy(MadeSlow):
     """The same beside other processes."""
 
-    column = 0  # user
+    column = "user"
 
 
 @dataclass(frozen=True)

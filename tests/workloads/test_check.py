@@ -1,4 +1,4 @@
-"""The workload ``check`` and the check before a training run: what they leave, and that unsound is no success.
+"""The workload ``check``: what it leaves, and that unsound is no success.
 
 The tolerance of the runs that must be sound is so wide that no busy machine exceeds it.
 """
@@ -6,20 +6,16 @@ The tolerance of the runs that must be sound is so wide that no busy machine exc
 import json
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from msgspec.structs import replace
 
 from ptdbench.measure import contention
 from ptdbench.measure.results import OtherLoad
 from ptdbench.workloads import check
 from ptdbench.workloads.check import Check
-from ptdbench.workloads.train import Train
 from tests import forked
-from tests.conftest import ROOT, composed
-from tests.workloads.made_job import job, refusal
+from tests.workloads.made_job import refusal
 
 WIDE = ("workload=check", "device=cpu", "workload.tolerance=0.9999")
 MADE = "workload._target_=tests.workloads.made_slow"
@@ -38,7 +34,6 @@ class TestRun:
         assert len(report["p2p"]["pairs"]) == ranks * (ranks - 1)
         assert {row["op"] for row in report["collectives"]["results"]} == {"all_reduce", "all_gather", "broadcast"}
         assert report["versions"]["torch"] == record["environment"]["torch"]
-        assert json.loads((ROOT / record["directory"] / "check.json").read_text()) == report
 
     def test_a_slow_rank_is_named_the_run_has_failed_and_a_person_reads_it(self, tmp_path, environ):
         asked = (*WIDE, *SLOW, "cluster.ranks_per_node=3", "hydra.run.dir=run")
@@ -68,19 +63,6 @@ class TestRun:
     def test_a_wrong_result_is_an_error_beside_other_processes_too(self, shared_run):
         record = shared_run(*WIDE, f"{MADE}.MadeWrong", "cluster.ranks_per_node=2")
         assert (record["status"], record["error"]["type"]) == ("failed", "ArithmeticError")
-
-
-@pytest.mark.thorough
-@pytest.mark.ranks
-def test_a_training_run_goes_on_after_its_check(shared_run):
-    toy = ("model=toy", "train.steps=3", "device=cpu", "cluster.ranks_per_node=2")
-    record = shared_run(*toy, "check=true")
-    assert (record["status"], len(record["losses"])) == ("ok", 3)
-    assert record["losses"] == shared_run(*toy)["losses"]  # it draws from no generator of the training's
-    report = record["check"]
-    assert len(report["matmul"]["ranks"]) == 2
-    assert ("check" in record["remarks"]) == (not report["sound"])
-    assert record["metrics"]["startup_seconds"]["check"] > 0
 
 
 @pytest.mark.parametrize(
@@ -125,40 +107,3 @@ def test_ranks_beside_other_load():
     text, again = "other processes took 1.1 of 2 cores", "measure again on a quiet machine"
     assert check._why_busy([loaded]) == f"{text}; {again}"
     assert check._why_busy([quiet, loaded]) == f"{text} of node n2; {again}"
-
-
-def verdict(name: str, busy: str | None, *texts: str) -> Any:
-    findings = [SimpleNamespace(text=text) for text in texts]
-    return SimpleNamespace(sound=name == "sound", verdict=name, busy=busy, findings=findings)
-
-
-UNSOUND = verdict("unsound", None, "rank 1 is slow", "torch differs")
-
-
-def test_the_summary_names_other_load_first():
-    assert check.summary(UNSOUND) == "unsound: rank 1 is slow; torch differs"
-    busy = verdict("busy", "others took 1 core", "rank 1 is slow")
-    assert check.summary(busy) == "busy: others took 1 core; rank 1 is slow"
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("found", [UNSOUND, verdict("sound", None), None])
-def test_the_verdict_is_a_remark_beside_those_of_the_training(alone, tmp_path, monkeypatch, found):
-    monkeypatch.setattr(check, "preliminary", lambda _: found)
-    short = ("model=toy", "device=cpu", "parallel=single", "train.steps=5", "train.max_minutes=1e-9", "profile.steps=0")
-    outcome = Train()(job(tmp_path, composed(*short)))
-    assert outcome.check is found
-    assert outcome.remarks.check == ("unsound: rank 1 is slow; torch differs" if found is UNSOUND else None)
-    assert outcome.remarks.cut_short.startswith("3 of 5 steps: ")
-
-
-def test_it_is_said_at_once_on_rank_0(monkeypatch, capsys):
-    monkeypatch.setattr(Check, "examine", lambda self, job: UNSOUND)
-    for rank, said in ((0, "unsound: rank 1 is slow; torch differs; the run continues\n"), (1, "")):
-        of_rank = SimpleNamespace(
-            spec=SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(check=True))),
-            watch=SimpleNamespace(lap=lambda name: None),
-            world=SimpleNamespace(is_first=rank == 0), device=torch.device("cpu"),
-        )  # fmt: skip
-        assert check.preliminary(of_rank) is UNSOUND
-        assert capsys.readouterr().err == said

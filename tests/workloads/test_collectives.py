@@ -41,7 +41,6 @@ def test_every_operation_is_right_and_timed(shared_run, ranks):
     for row in all_reduce:
         assert row["busbw"] == pytest.approx(row["algbw"] * 2 * (ranks - 1) / ranks)
     assert [row["bytes"] for row in all_reduce][:6] == [8, 64, 512, 4096, 32768, 65536]
-    assert {fit["op"] for fit in figures["fits"]} == measured - {"barrier"}
 
 
 @pytest.mark.ranks

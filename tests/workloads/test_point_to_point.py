@@ -33,7 +33,6 @@ def test_every_pair_is_measured(shared_run, ranks):
         assert [size["bytes"] for size in pair["sizes"]] == [8, 64, 512, 4096, 32768, 65536]
         assert pair["latency"] > 0
         assert pair["bandwidth"] == pair["sizes"][-1]["bandwidth"]
-        assert pair["fit"]["points"] == 6
         for size in pair["sizes"]:
             median = size["seconds"]["median"]
             assert size["one_way"] == pytest.approx(max(median - pair["latency"], median / 2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -10,16 +10,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from ptdbench.comparison.alternatives import sweep_of
 from ptdbench.grouping import grouped
 from ptdbench.profiling import perfetto, schedule
-from ptdbench.records.effects import affects, options_affecting
+from ptdbench.records.effects import affects
 from ptdbench.records.load import Run
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.store import Damaged
 from ptdbench.report import columns
-from ptdbench.report.remarks import listed, rounding, training
-from ptdbench.terminal import plural
 
 #: Maximum number of rows with curves: more could not be told apart.
 _ROWS = 40
@@ -32,18 +29,16 @@ _POINTS = 400
 
 
 def of_steps(rows: Mapping[int, columns.Row]) -> dict[str, object]:
-    """Return the curves of the first measured rows, and remarks on the losses of all; ``rows`` are keyed by number.
+    """Return the curves of the first measured rows; ``rows`` are keyed by number.
 
     Returns:
         ``steps``: for each of the first rows with any steps, ``number``, ``step`` (points of the curves, counted from
-        1), ``seconds`` of the slowest rank and ``loss``; null: unknown. ``losses``: lines on whether losses agree.
-        ``drawn``: the maximum number of rows with curves.
+        1), ``seconds`` of the slowest rank and ``loss``; null: unknown. ``drawn``: the maximum number of rows with
+        curves.
     """
     rows = {number: row for number, row in rows.items() if not row.run.kind}  # others have no times or losses
     drawn = [curve for number in list(rows)[:_ROWS] if (curve := _curve(number, rows[number].run))]
-    alike = grouped((training(row.run), (row.name, row.run)) for row in rows.values())
-    said = [line for group in alike.values() if len(group) > 1 for line in _agreement(dict(group))]
-    return {"steps": drawn, "losses": said, "drawn": _ROWS}
+    return {"steps": drawn, "drawn": _ROWS}
 
 
 def _curve(number: int, run: RunRecord) -> dict[str, object] | None:
@@ -95,42 +90,6 @@ def schedules(rows: Mapping[int, columns.Row]) -> list[dict[str, object]]:
     ]
 
 
-def _agreement(runs: Mapping[str, RunRecord]) -> Iterator[str]:
-    """Yield how far the losses of the same training, by name, are from the first, over their common steps."""
-    losses = {name: found for name, run in runs.items() if len(found := _series(run, "losses"))}
-    broken = {
-        name: int(np.argmin(np.isfinite(found))) for name, found in losses.items() if not np.isfinite(found).all()
-    }
-    whole = {name: found for name, found in losses.items() if name not in broken}
-    if len(whole) > 1:
-        (first, expected), *others = whole.items()
-        apart = {name: _apart(found, expected) for name, found in others}
-        lengths = {*map(len, whole.values())}
-        steps = plural(lengths.pop(), "step") if len(lengths) == 1 else "common steps"
-        yield f"{_compared(apart, first, rounding(runs[first]))} ({plural(len(others), 'row')}, {steps})"
-    if broken:
-        named = listed([f"{name} from step {step + 1}" for name, step in broken.items()])
-        yield f"losses missing or not finite: {named}"
-
-
-def _apart(one: np.ndarray, other: np.ndarray) -> float:
-    steps = min(len(one), len(other))
-    difference = np.abs(one[:steps] - other[:steps])
-    size = np.maximum(np.abs(other[:steps]), np.finfo(float).tiny)
-    return float(np.max(difference / size, initial=0.0))
-
-
-def _compared(apart: Mapping[str, float], reference: str, bound: float) -> str:
-    """``losses agree with ddp within 3.1e-06``; else which differ by more than rounding explains, and how much."""
-    far = sorted((name for name in apart if apart[name] > bound), key=lambda name: -apart[name])
-    most = max((size for size in apart.values() if size <= bound), default=None)
-    near = f"within {most:.1e}" if most else "exactly"
-    if not far:
-        return f"losses agree with {reference} {near}"
-    named = listed([f"{name} {apart[name]:.2g}" for name in far])
-    return f"losses differ from {reference}, relative: {named}{'' if most is None else f', others {near}'}"
-
-
 class Point(NamedTuple):
     """A row of a table as a point of a scaling curve."""
 
@@ -139,8 +98,6 @@ class Point(NamedTuple):
     ranks: int  #: Its number of ranks.
     batch: int  #: Its global batch.
     parallel: str | None  #: Its choice of ``parallel``.
-    nodes: int  #: Its number of nodes; 0 if unknown.
-    sweep: Path  #: Its sweep.
 
 
 class Curve(Struct):
@@ -155,7 +112,7 @@ class Curve(Struct):
 def points(rows: Mapping[int, columns.Row]) -> list[Point]:
     """Return the points of rows, by their numbers; rows without throughput have none."""
     return [
-        Point(number, row.place.rate, run.world_size, run.global_batch, run.parallel, len(run.nodes), sweep_of(run))
+        Point(number, row.place.rate, run.world_size, run.global_batch, run.parallel)
         for number, row in rows.items()
         if (run := row.run) and row.place.rate and run.world_size and run.global_batch
     ]
@@ -164,7 +121,12 @@ def points(rows: Mapping[int, columns.Row]) -> list[Point]:
 def scaling_curves(points: Sequence[Point], options: Mapping[str, Sequence[str | None]]) -> list[Curve]:
     """Return the curves of strong and of weak scaling, of each the one with the highest throughput first.
 
-    ``points`` are of one model; ``options``: those that vary, with a value for each row.
+    The points of a curve have the same choice of ``parallel`` and the same options, except those of degrees, ranks and
+    batches. Of several with the same number of ranks the fastest counts.
+
+    Args:
+        points: The rows of one model.
+        options: The options that vary, with a value for each row.
     """
     options = {  # the others differ between models only
         name: texts for name, texts in options.items() if len({texts[point.number] for point in points}) > 1
@@ -179,7 +141,7 @@ def scaling_curves(points: Sequence[Point], options: Mapping[str, Sequence[str |
         alike = grouped(
             ((size(point), point.parallel, *(options[name][point.number] for name in kept)), point) for point in points
         )
-        curves = [curve for group in alike.values() for curve in _divided(group, options) if len(curve) > 1]
+        curves = [curve for group in alike.values() if len(curve := _fastest(group)) > 1]
         for curve in sorted(curves, key=lambda curve: -max(point.rate for point in curve)):
             first = curve[0]
             values = {name: options[name][first.number] for name in kept if name != "parallel"}
@@ -190,32 +152,7 @@ def scaling_curves(points: Sequence[Point], options: Mapping[str, Sequence[str |
     return drawn
 
 
-def _divided(group: Sequence[Point], options: Mapping[str, Sequence[str | None]]) -> Iterator[Sequence[Point]]:
-    """Divide points into as few curves as possible, with one point for each number of ranks.
-
-    They are divided by degrees, micro-batches, nodes and sweeps, in this order, as long as a curve has two points for a
-    number of ranks; of points that still have the same number, the fastest counts.
-    """
-
-    def values(*names: str) -> Callable[[Point], Hashable]:
-        return lambda point: tuple(options[name][point.number] for name in names if name in options)
-
-    parts: list[Sequence[Point]] = [group]
-    for key in (
-        values(*options_affecting("degree")),
-        values(*options_affecting("batch")),
-        attrgetter("nodes"),
-        attrgetter("sweep"),
-    ):
-        parts = [part for points in parts for part in _parts(points, key)]
-    for points in parts:
-        fastest = {point.ranks: point for point in sorted(points, key=attrgetter("rate"))}
-        yield [fastest[ranks] for ranks in sorted(fastest)]
-
-
-def _parts(points: Sequence[Point], key: Callable[[Point], Hashable]) -> Sequence[Sequence[Point]]:
-    """Divide points that are not a curve yet, unless no part would have two numbers of ranks, and so be a curve."""
-    if len({point.ranks for point in points}) == len(points):
-        return [points]
-    parts = [*grouped((key(point), point) for point in points).values()]
-    return parts if any(len({point.ranks for point in part}) > 1 for part in parts) else [points]
+def _fastest(points: Sequence[Point]) -> list[Point]:
+    """Return the fastest point of each number of ranks, from the fewest ranks to the most."""
+    fastest = {point.ranks: point for point in sorted(points, key=attrgetter("rate"))}
+    return [fastest[ranks] for ranks in sorted(fastest)]

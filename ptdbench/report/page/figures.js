@@ -52,7 +52,6 @@ const FIGURES = [
     title: "Losses",
     about: "Layouts of the same training should coincide; repeats show the median run.",
     draw: (model, rows) => bySteps(model, rows, "loss", 1, "loss", {}),
-    said: (model) => model.losses,
   },
 ];
 

@@ -16,9 +16,9 @@ RATES = {"ddp": [2000.0, 2020.0, 1980.0], "fsdp": [1010.0, 990.0, 1000.0], "pdp"
 EVIL = f"</script><script>document.title = 'taken'</script> & <b>bold</b>{'x' * 900}"
 
 #: What a workload of products has found, of somebody else's class.
-PRODUCT, COPY = product(2e9, dtype="bf16", shape="2x4x8"), product(1e9, kind="within the device", bytes=2**20)
-RANK = {"rank": 0, "device": "cpu", "products": [PRODUCT], "copies": [COPY]}
-MATMUL = {"ranks": [RANK], "ceilings": [], "other_load": []}
+PRODUCT = product(2e9, dtype="bf16", shape="2x4x8")
+RANK = {"rank": 0, "device": "cpu", "products": [PRODUCT]}
+MATMUL = {"ranks": [RANK], "ceilings": []}
 
 
 @pytest.fixture(scope="module")
