@@ -1,7 +1,8 @@
 """Devices of a launch's ranks, agreed on before anything else.
 
 A rank chooses its device by what torch finds on its node. With a broken driver, torch finds no GPU: that rank would
-join its peers over gloo while they wait for it over NCCL.
+join its peers over gloo while they wait for it over NCCL. And if a launcher starts more ranks than there are GPUs, some
+ranks have none.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ class VisibleGpus(Struct, frozen=True):
 
     rank: int  #: The rank.
     node: str  #: Its node.
+    local_size: int  #: Number of ranks on its node.
     gpus: int  #: Number of GPUs that it sees.
+    uuid: str = ""  #: The UUID of its GPU, if it sees only one of the node's; each rank may have been given its own.
     reason: str = ""  #: Why torch sees none.
 
 
-def check(world: World, device: str) -> None:
-    """Refuse a run whose ranks do not all have a device of the same kind; every rank raises the same error.
+def check(world: World, device: str, backend: str) -> None:
+    """Refuse a run whose ranks cannot all have a device of the same kind; every rank raises the same error.
+
+    Ranks may share one GPU only with ``backend=gloo``: NCCL refuses two ranks on one GPU.
 
     Raises:
         ConfigError: Names the ranks with a different device.
@@ -41,7 +46,7 @@ def check(world: World, device: str) -> None:
     if device == "cpu" or world.size == 1 or world.started_by.has_parent:  # ranks of one parent share a machine
         return
     seen = _survey(world)
-    require(_mixed(seen, device))
+    require(_mixed(seen, device) or _too_many(seen, device, backend, world.launcher))
 
 
 def select(world: World, device: str) -> None:
@@ -76,13 +81,15 @@ def _await(store: dist.Store, keys: list[str], world: World, patience: timedelta
 
 def _look(world: World) -> VisibleGpus:
     enable_expandable_segments(os.environ)
-    gpus, reason = torch.cuda.device_count(), ""
-    if gpus == 0:
-        try:
+    gpus, uuid, reason = torch.cuda.device_count(), "", ""
+    try:
+        if gpus == 1 and world.local_size > 1:
+            uuid = str(torch.cuda.get_device_properties(0).uuid)
+        elif gpus == 0:
             torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-            reason = first_line(error).partition(". ")[0]
-    return VisibleGpus(world.rank, node(os.environ), gpus, reason)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+        gpus, reason = 0, first_line(error).partition(". ")[0]
+    return VisibleGpus(world.rank, node(os.environ), world.local_size, gpus, uuid, reason)
 
 
 def _mixed(seen: Sequence[VisibleGpus], device: str) -> Problem | None:
@@ -104,3 +111,18 @@ def _finds(ranks: Sequence[VisibleGpus]) -> str:
     reason = next((f" ({sight.reason})" for sight in ranks if sight.reason), "")
     verb = "finds" if len(ranks) == 1 else "find"
     return f"{rank_names([sight.rank for sight in ranks])} on {nodes} {verb} {what}{reason}"
+
+
+def _too_many(seen: Sequence[VisibleGpus], device: str, backend: str, launcher: str) -> Problem | None:
+    """Find a node with more ranks than GPUs, or whose ranks were given the same GPU."""
+    for sight in seen:
+        if 1 < sight.gpus < sight.local_size:
+            rule = f"{launcher} started {sight.local_size} ranks on {sight.node}, and each sees {sight.gpus} GPUs there"
+            remedy = f"start at most {sight.gpus} ranks a node, or try device=cpu"
+            return Problem("device", device, f"{rule}: one rank, one GPU", remedy)
+        same = [other.rank for other in seen if (other.node, other.uuid) == (sight.node, sight.uuid)]
+        if sight.uuid and len(same) > 1 and backend != "gloo":
+            rule = f"{rank_names(same)} on {sight.node} see only one GPU, and it is the same one"
+            remedy = "start one rank a GPU, let each see its own or all of them, or try device=cpu"
+            return Problem("device", device, f"{rule}: one rank, one GPU", remedy)
+    return None

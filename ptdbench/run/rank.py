@@ -94,7 +94,7 @@ def _built(attempt: Attempt, world: World, watch: Stopwatch) -> RunSpec:
     config = tries.with_found_micro_batch(of_record(record.written), record)
     layout = BatchPlan.of(record.written["layout"]) if record.layout.data else None
     if not world.started_by.has_parent:
-        devices.check(world, str(config.resolved.get("device")))
+        devices.check(world, str(config.resolved.get("device")), str(config.resolved.get("backend")))
     devices.select(world, str(config.resolved.get("device")))
     spec = run_spec.build(config, layout, world)
     if not (world.started_by.has_parent and spec.device_type == "cpu"):  # the parent has checked the host

@@ -68,6 +68,28 @@ def check_capability(precision: object, name: str, capability: tuple[int, int]) 
     require(Problem("precision", precision, rule, try_these(_OTHERS[precision])))
 
 
+def check_kernels(choice: str, capability: tuple[int, int]) -> None:
+    """Raise ConfigError for a virtual GPU of a compute capability that torch's build for CUDA has no kernels for."""
+    architectures = torch.cuda.get_arch_list() if torch.version.cuda else []
+    if not architectures or any(_runs(one, capability) for one in architectures):
+        return
+    rule = f"torch {torch.__version__} has no kernels for compute capability {capability[0]}.{capability[1]}, only for "
+    rule += ", ".join(architectures)
+    other = "its build for CUDA 12.6" if capability < (7, 5) else "another build"  # CUDA 13 compiles for 7.5 and later
+    require(Problem("virtual", choice, rule, f"try a100, or install {other}"))
+
+
+def _runs(architecture: str, capability: tuple[int, int]) -> bool:
+    """Return whether code for an architecture runs on a device: ``sm_90``, ``sm_90a``, ``sm_100f``, ``compute_90``."""
+    kind, _, number = architecture.partition("_")
+    major, minor = divmod(int(number.rstrip("af")), 10)
+    if number.endswith("a"):
+        return capability == (major, minor)
+    if kind == "compute" and not number.endswith("f"):  # PTX, which the driver compiles for any later device
+        return capability >= (major, minor)
+    return capability[0] == major and capability[1] >= minor
+
+
 #: A run whose training state exceeds this fraction of the memory gets a warning: activations need memory too.
 _CLOSE = 0.8
 

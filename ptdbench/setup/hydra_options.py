@@ -1,4 +1,4 @@
-"""Checks of Hydra's own options: the launcher, the sweeper, and directories."""
+"""Checks of Hydra's own options: the launcher, the sweeper, and options that would have no effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.grouping import grouped
@@ -25,13 +25,22 @@ from ptdbench.terminal import command
 #: Options of the launcher other than resources, with their defaults.
 OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}
 
+#: Options of Hydra that have an effect only in a program whose jobs Hydra itself runs.
+_NO_EFFECT = {
+    "callbacks": "ptdbench runs the jobs, not Hydra, so they would never be called",
+    "job.chdir": "runs start in the current directory",
+    "sweeper.max_batch_size": "a sweep is one batch",
+    **dict.fromkeys(("verbose", "job_logging.root", "hydra_logging.root"), "nothing is logged through Hydra"),
+}
+
 #: The supported launchers.
 LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
 
 
 def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
-    """Refuse a launcher that does not fit, directories of another kind, and a search that could not work."""
+    """Refuse options without effect, a launcher that does not fit, and a search that could not work."""
     require(*unresolved(composed))
+    require(*(problem for whole in composed.wholes for problem in _without_effect(whole.hydra)))
     require(_elsewhere(composed) if goes_on is None else None)
     _check_launcher(composed, world)
     if composed.launcher == "submitit_local" and goes_on is None:
@@ -55,6 +64,13 @@ def unresolved(composed: Composed) -> Iterator[Problem]:
             rule = f"refers to something without a value ({first_line(error).rpartition('interpolation: ')[2]})"
             option = str(error.full_key)
             yield Problem(option, dict(leaves(written)).get(option), rule, "give the value itself")
+
+
+def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
+    for name, rule in _NO_EFFECT.items():
+        if value := OmegaConf.select(hydra, name):
+            value = "{...}" if OmegaConf.is_config(value) else as_typed(value)
+            yield Problem(f"hydra.{name.removesuffix('.root')}", value, rule, "omit it")
 
 
 def _elsewhere(composed: Composed) -> Problem | None:

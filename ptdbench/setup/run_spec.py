@@ -123,6 +123,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     if virtual:
         precision = config.resolved.get("precision")
         found.catch(checks.check_capability, precision, virtual.gpu_name, virtual.capability)
+        found.catch(checks.check_kernels, config.call("virtual").name, virtual.capability)
     workload = found.catch(choices.build, config, "workload")
     trains = workload is not None and workload.trains
     found.catch(lambda: require(*_in_vain(config)))

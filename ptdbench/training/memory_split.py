@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch.autograd.profiler import record_function
 
 from ptdbench.job import Job
@@ -15,15 +18,24 @@ from ptdbench.profiling import allocations
 from ptdbench.profiling.allocations import Usage
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records.schema import Memory
+from ptdbench.terminal import echo
 from ptdbench.training import profile, virtual_account
 from ptdbench.training.loop import StepLoop
+
+#: The folder in a run's directory with a snapshot of each rank's GPU memory, with ``profile.trace``.
+FOLDER = "memory"
+
+#: Maximum number of allocations in a snapshot of a GPU's memory.
+_ENTRIES = 200_000
 
 
 def split(job: Job, loop: StepLoop) -> Memory | None:
     """Split the memory of a step by purpose, at the end of a run; called in all ranks. ``None`` except on rank 0."""
     state: dict[int, tuple[str, int]] = {}
+    keeps = job.spec.config.profile.trace and job.device.type == "cuda"
     with job.display.during("profiling memory"):
-        taken = profile.run(job, loop, 1, memory=True, between=partial(_note, state, loop, job.device.type))
+        with _snapshot(job) if keeps else nullcontext():
+            taken = profile.run(job, loop, 1, memory=True, between=partial(_note, state, loop, job.device.type))
         with job.watchdog.paused():
             usage = _usage(taken, state, job.device.type)
             if reason := profile.reason_of_any(usage):
@@ -70,3 +82,20 @@ def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
             for value in (values.values() if isinstance(values, Mapping) else ())
         ],
     }
+
+
+@contextmanager
+def _snapshot(job: Job) -> Iterator[None]:
+    """Write a snapshot of the GPU's memory after the block, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
+    try:
+        yield
+        folder = job.directory / FOLDER
+        with job.watchdog.paused():
+            try:
+                folder.mkdir(exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(folder / f"rank{job.world.rank}.pickle"))
+            except (OSError, RuntimeError) as error:  # torch symbolizes stacks, which may fail
+                echo(f"warning: cannot write the memory snapshot: {error}", sys.stderr)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,9 +1,10 @@
 """Ranks agree on their devices, or all of them say which rank does not fit in."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,20 +19,21 @@ from tests.refusals import Abridged, refusal_of
 WORLD = World(rank=0, size=4, local_rank=0, local_size=2, launcher="srun")
 
 
-def refused(monkeypatch, seen: list[VisibleGpus], device: str = "auto") -> str:
+def refused(monkeypatch, seen: list[VisibleGpus], device: str = "auto", backend: str = "auto") -> str:
     monkeypatch.setattr(devices, "_survey", lambda world: seen)
     try:
-        devices.check(replace(WORLD, size=len(seen)), device)
+        devices.check(replace(WORLD, size=len(seen)), device, backend)
     except ConfigError as error:
         return str(error)
     return ""
 
 
 def on(node: str, *ranks: int, gpus: int, reason: str = "") -> list[VisibleGpus]:
-    return [VisibleGpus(rank, node, gpus, reason) for rank in ranks]
+    return [VisibleGpus(rank, node, len(ranks), gpus, reason=reason) for rank in ranks]
 
 
 HALF = on("n1", 0, 1, gpus=2) + on("n2", 2, gpus=0, reason="CUDA driver error: unknown")
+SAME = [VisibleGpus(0, "n1", 2, 1, "a"), VisibleGpus(1, "n1", 2, 1, "a")]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,11 @@ HALF = on("n1", 0, 1, gpus=2) + on("n2", 2, gpus=0, reason="CUDA driver error: u
         (HALF, {"device": "cuda"}, "device=cuda: rank 2 on n2 finds no GPU …"),
         (on("n1", 0, 1, gpus=0) + on("n2", 2, gpus=1), {},
          "device=auto: rank 2 on n2 finds 1 GPU, and ranks 0, 1 on n1 find no…"),
+        (on("n1", 0, gpus=1) + on("n2", 1, 2, 3, gpus=2), {},
+         "device=auto: srun started 3 ranks on n2, and each sees 2 GPUs there: …; start at most 2 ranks a node, or …"),
+        ([SAME[0], VisibleGpus(1, "n1", 2, 1, "b")], {}, ""),  # each rank is given a GPU of its own
+        (SAME, {"backend": "gloo"}, ""),
+        (SAME, {}, "device=auto: ranks 0, 1 on n1 see only one GPU, and it is the same one: …; start one rank a GPU…"),
     ],
 )  # fmt: skip
 def test_ranks_without_a_gpu_of_their_own_are_named(monkeypatch, seen, options, message):
@@ -52,12 +59,19 @@ def test_ranks_without_a_gpu_of_their_own_are_named(monkeypatch, seen, options, 
 
 
 class TestLook:
-    def test_look_counts_gpus_or_says_why_there_are_none(self, monkeypatch):
+    def test_look_counts_usable_gpus_with_uuid_or_reason(self, monkeypatch):
         seen = devices._look(WORLD)
         assert seen.gpus == 0
         assert seen.reason
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        assert devices._look(WORLD) == VisibleGpus(0, devices.node(os.environ), 1)
+        broken = RuntimeError("CUDA error: unknown error. This could be a driver.\nmore")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(side_effect=broken))
+        seen = devices._look(WORLD)
+        assert (seen.gpus, seen.reason) == (0, "CUDA error: unknown error")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-7"))
+        assert devices._look(WORLD).uuid == "GPU-7"
+        assert devices._look(replace(WORLD, local_size=1)).uuid == ""
 
 
 @pytest.fixture
@@ -69,10 +83,12 @@ def together(monkeypatch):
     monkeypatch.setattr(rendezvous, "ARRIVAL", timedelta(seconds=1))
 
     def check(size: int, gpus: dict[int, int]) -> dict[int, str]:
-        monkeypatch.setattr(devices, "_look", lambda world: VisibleGpus(world.rank, f"n{world.rank}", gpus[world.rank]))
+        monkeypatch.setattr(
+            devices, "_look", lambda world: VisibleGpus(world.rank, f"n{world.rank}", 1, gpus[world.rank])
+        )
 
         def refusal(rank: int) -> str:
-            return refusal_of(devices.check, World(rank, size, 0, 1, "torchrun"), "auto")
+            return refusal_of(devices.check, World(rank, size, 0, 1, "torchrun"), "auto", "auto")
 
         with ThreadPoolExecutor(size) as threads:
             return dict(zip(gpus, threads.map(refusal, gpus), strict=True))

@@ -23,6 +23,11 @@ def refused(*overrides: str, world: World | None = None, goes_on: Path | None = 
 
 #: What is typed and would do nothing, and the whole answer.
 TOLD = {
+    "hydra.job.chdir=true": "hydra.job.chdir=true: runs start in the current directory; omit it",
+    "hydra.verbose=true": "hydra.verbose=true: nothing is logged through Hydra; omit it",
+    "hydra/job_logging=default": "hydra.job_logging={...}: nothing is logged through Hydra; omit it",
+    "hydra/hydra_logging=default": "hydra.hydra_logging={...}: nothing is logged through Hydra; omit it",
+    "+hydra.callbacks.mine={_target_:my.Callback}": "hydra.callbacks={...}: … they would never be called; omit it",
     "hydra.sweep.dir=x": "hydra.sweep.dir=x: is for sweeps, and this is a single run; try hydra.run.dir=x",
     "hydra/launcher=ptdbench": "hydra/launcher=ptdbench: …; try basic, submitit_local, submitit_slurm",
     "hydra.mode=MULTIRUN hydra/launcher=submitit_local hydra.launcher.timeout_min=5": "hydra.launcher.timeout_min=5: "
@@ -43,11 +48,13 @@ def test_variables_of_a_launcher_beside_torchrun():
     assert refused("cluster=env", world=World(0, 2, 0, 2, "torchrun")) == told
 
 
-def test_directories_of_runs_and_sweeps():
+def test_directories_of_runs_and_sweeps_and_defaults_that_are_typed():
     told = "hydra.run.dir=x: is for single runs, and this is a sweep; try hydra.sweep.dir=x"
     assert refused("hydra.run.dir=x", "hydra.mode=MULTIRUN") == told
     composed = compose_all(["model=toy", "hydra.run.dir=x", "hydra.mode=MULTIRUN"])
     hydra_options.check(composed, None, Path("x"))  # a sweep begun so goes on
+    composed = compose_all(["model=toy", "hydra.job.chdir=false", "hydra.verbose=false", "hydra/job_logging=none"])
+    hydra_options.check(composed, None, None)
 
 
 class TestResourcesOfJobs:

@@ -497,3 +497,12 @@ class TestVirtual:
         assert "virtual" not in made.config.resolved
         assert "kind" not in made.summary.fields
         assert run_spec.place(made.config, 2) == THIS_MACHINE
+
+    def test_torch_has_kernels_for_it(self, monkeypatch):
+        monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "sm_100"])
+        told = "virtual=v100: torch 2.14.1+cu130 … 7.0, only for sm_75, sm_80, sm_90, sm_100; try a100, or … CUDA 12.6"
+        assert refused("virtual=v100", device="auto") == [Abridged(told)]
+        for name in ("a100", "h100", "h200", "b200"):
+            self.made(f"virtual={name}")
