@@ -215,8 +215,8 @@ def _predicted(record: RunRecord, width: int) -> Iterator[str]:
         return
     times = [f"{three_digits(1e3 * seconds)} ms" for seconds in (step.step_seconds, step.low, step.high)]
     rate = max(record.virtual.flops or [0]) / 1e12 / step.step_seconds
-    products = f", products at {three_digits(rate)} TFLOP/s a GPU" if rate else ""
-    yield wrap(f"predicted: a step of {times[0]} ({times[1]} to {times[2]}), bound by {step.bound_by}{products}", width)
+    rates = f"; {three_digits(rate)} TFLOP/s of matrix products a GPU" if rate else ""
+    yield wrap(f"predicted: a step of {times[0]} ({times[1]} to {times[2]}), bound by {step.bound_by}{rates}", width)
     shown = {PHASES.get(name, name): of for name, of in phases.items() if of > 1e-9}  # others are left by rounding
     for title, seconds in (("made of", parts), ("phases", shown)):
         rows = [[name, three_digits(1e3 * of), f"{of / sum(seconds.values()):.1%}"] for name, of in seconds.items()]
