@@ -19,7 +19,7 @@ from ptdbench.terminal import echo, width
 if TYPE_CHECKING:
     from ptdbench.run.program import Request
 
-HELP = "start any program on GPUs that are not there: does it fit, and what does it send"
+HELP = "start any program on GPUs that are not there: does it fit, what does it send, and how long is a step"
 
 #: What follows ``--`` is a program with its arguments.
 TAKES_PROGRAM = True

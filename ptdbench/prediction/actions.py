@@ -105,8 +105,10 @@ def _of_work(log: Log, records: NDArray[Any], costs: Costs) -> dict[int, tuple[s
 
 def _packed(records: NDArray[Any]) -> NDArray[Any]:
     """Return what the costs of records depend on, as a row of bytes each."""
-    columns = [np.ascontiguousarray(records[name]).view(np.uint8).reshape(len(records), -1) for name in _COSTED]
-    return np.concatenate(columns, axis=1) if len(records) else np.empty((0, 1), np.uint8)
+    if not len(records):  # a rank that only sends
+        return np.empty((0, 1), np.uint8)
+    columns = (np.ascontiguousarray(records[name]).view(np.uint8).reshape(len(records), -1) for name in _COSTED)
+    return np.concatenate([*columns], axis=1)
 
 
 def _seconds(record: Any, transfers: Sequence[Any], costs: Costs) -> float:

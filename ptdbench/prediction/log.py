@@ -26,7 +26,7 @@ Fields of a record:
 - ``sequence``: the number of a collective in its communicator, or of a transfer among those between two ranks in one
   direction; from 0. Messages with the same ``object`` and ``sequence`` belong together.
 - ``operators``: operators and autograd nodes that torch has begun in the thread since its last record, nested ones
-  included; 0 where nobody counts them, as in a program of one's own.
+  included.
 - ``device``: the number of the GPU.
 - ``dtype``, ``result``: places in :data:`DTYPES`: of the operands, and of what is written.
 - ``layout``: of a product, 2 if the first operand is transposed, plus 1 if the second one is.
@@ -106,7 +106,8 @@ class Log:
     Attributes:
         records: Of dtype :data:`RECORD`.
         names: By their numbers in the records.
-        facts: ``rank``, ``world_size``, ``torch`` and ``device``.
+        facts: ``rank``, ``world_size``, ``pid``, ``torch``, ``device``; ``alone`` if its messages
+            reached nobody.
     """
 
     records: NDArray[Any]

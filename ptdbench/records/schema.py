@@ -279,7 +279,7 @@ class Plan(Struct):
 
 
 class Predicted(Struct):
-    """The time of a step, predicted by ``ptdbench plan``; nothing was measured."""
+    """The time of a step, predicted by ``ptdbench plan`` and ``ptdbench virtual``; nothing was measured."""
 
     step_seconds: Quantity | None = None  #: Duration of a step.
     low: Quantity | None = None  #: The shortest duration that is likely, without a measured run to compare with.

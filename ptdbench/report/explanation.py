@@ -79,7 +79,11 @@ def render(explanation: Explanation, width: int) -> str:
 def as_json(explanation: Explanation) -> dict[str, object]:
     """Return the explanation as printed by ``--json``; docs/results.md describes each key."""
     imitated = [
-        {"run": name, "directory": run.directory, **{group: run.written.get(group) for group in ("virtual", "memory")}}
+        {
+            "run": name,
+            "directory": run.directory,
+            **{group: run.written.get(group) for group in ("virtual", "memory", "predicted")},
+        }
         for name, run in explanation.virtual.items()
     ]
     return {"groups": [*map(_as_json, explanation.groups)], "virtual": imitated, "not_explained": explanation.reasons}

@@ -214,13 +214,15 @@ def _predicted(record: RunRecord, width: int) -> Iterator[str]:
     if not step.step_seconds or not step.low or not step.high:
         return
     times = [f"{three_digits(1e3 * seconds)} ms" for seconds in (step.step_seconds, step.low, step.high)]
-    yield wrap(f"predicted: a step of {times[0]} ({times[1]} to {times[2]}), bound by {step.bound_by}", width)
+    rate = max(record.virtual.flops or [0]) / 1e12 / step.step_seconds
+    rates = f"; {three_digits(rate)} TFLOP/s of matrix products a GPU" if rate else ""
+    yield wrap(f"predicted: a step of {times[0]} ({times[1]} to {times[2]}), bound by {step.bound_by}{rates}", width)
     shown = {PHASES.get(name, name): of for name, of in phases.items() if of > 1e-9}  # others are left by rounding
     for title, seconds in (("made of", parts), ("phases", shown)):
         rows = [[name, three_digits(1e3 * of), f"{of / sum(seconds.values()):.1%}"] for name, of in seconds.items()]
         yield drawn([title, "ms", "share"], rows, width, words=[title])
     if step.twice_as_fast:
-        gains = (f"{name} {1 - of / step.step_seconds:.1%}" for name, of in step.twice_as_fast.items())
+        gains = (f"{name} {max(0.0, 1 - of / step.step_seconds):.1%}" for name, of in step.twice_as_fast.items())
         yield wrap(f"saved of the step if twice as fast: {', '.join(gains)}", width)
     if step.guessed_bytes:
         yield wrap(f"{size_text(step.guessed_bytes)} that kernels move in this step are a guess", width)

@@ -88,7 +88,8 @@ def _predicted(gpu: Device, folder: Path, reports: Sequence[Mapping[str, Any]]) 
         return Predicted(reason=why)
     steps, needed = min((report["steps"] for report in stepping), default=0), watch.BEFORE_LOG + watch.LOGGED
     if steps < needed:
-        return Predicted(reason=f"of {needed} steps, {watch.BEFORE_LOG} to warm up, it took {steps}")
+        taken = f"it took {steps}, and {needed} are needed, {watch.BEFORE_LOG} of them to warm up"
+        return Predicted(reason=taken if steps else "no step was found")
     pids = {report["pid"] for report in stepping}
     try:
         logs = [of_rank.last() for of_rank in log.read(folder) if of_rank.facts["pid"] in pids]

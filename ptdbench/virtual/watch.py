@@ -140,7 +140,7 @@ class Log:
         if torch.autograd._profiler_enabled():
             raise RuntimeError(PROFILED)
         if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError("they end inside of backward passes")
+            raise RuntimeError("they end inside the backward pass")
         facts = {**identity(), "pid": os.getpid(), "alone": bool(os.environ.get(ALONE)), "torch": torch.__version__}
         facts["device"] = torch.cuda.get_device_name()
         path = f"{self._folder}/{facts['rank'] if facts['rank'] >= 0 else os.getpid()}"

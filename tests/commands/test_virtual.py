@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from ptdbench.planning import step_time
 from ptdbench.prediction.log import read
+from ptdbench.setup import gpus
 from tests.programs import TORCHRUN, call
 from tests.virtual.conftest import shared, start  # noqa: F401 # fixtures
 
@@ -58,14 +60,14 @@ def _virtual(environ: dict[str, str], tmp_path: Path) -> Any:
 
 
 def test_each_rank_of_a_launcher_has_its_account(virtual, environ, tmp_path):
-    """Ended after three of many steps, as DDP makes new buckets in the second; a step is one of the first optimizer."""
+    """Ended after four of many steps, as DDP makes new buckets in the second; a step is one of the first optimizer."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
-    words = ("h100x2", "--json", "--steps", 3, "--", *launcher, "program.py", 100, 100_000)
+    words = ("h100x2", "--json", "--steps", 4, "--", *launcher, "program.py", 100, 100_000)
     done = virtual(*words, PTDBENCH_VIRTUAL_LOG=str(tmp_path / "logs"))
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     found = record["virtual"]
-    assert (record["status"], record["steps"], found["ranks"]) == ("ok", 3, [0, 1])
+    assert (record["status"], record["steps"], found["ranks"]) == ("ok", 4, [0, 1])
     assert found["allocated_bytes"] == [100 * MIB] * 2
     assert found["peak_steps"] == [1, 1]
     assert found["outside_bytes"] == [520 * MIB] * 2
@@ -80,22 +82,30 @@ def test_each_rank_of_a_launcher_has_its_account(virtual, environ, tmp_path):
     assert (first["allocated_bytes"], first["flops"]) == ([100 * MIB] * 2, found["flops"])
     shown = call(sys.executable, "-m", "ptdbench", "explain", record["directory"], cwd=tmp_path, environ=environ)
     assert "520 MiB" in shown.stdout
+    step = record["predicted"]
+    assert (step["reason"], step["bound_by"]) == (None, "host")
+    assert step["high"] == pytest.approx(1.25 * sum(step["parts"].values()))
+    assert "saved of the step if twice as fast: host" in shown.stdout
     for rank, log in enumerate(read(tmp_path / "logs")):  # of the steps after the second
         assert log.facts["rank"] == rank
         names = [log.names[name] for name in next(log.steps())["name"]]
         assert sum("gemm" in name for name in names) == 3 * LAYERS - 1
 
 
-def test_run_of_ours_needs_the_same_under_a_launcher(virtual, environ, tmp_path):
-    words = ("model=gpt_tiny", "parallel=ddp", "train.steps=2", "profile.steps=0")
+def test_run_of_ours_needs_and_takes_the_same_under_a_launcher(virtual, environ, tmp_path):
+    """Its steps have so many samples that what its loop does between them counts little."""
+    words = ("model=gpt_tiny", "parallel=ddp", "train.steps=4", "train.global_batch=1024", "profile.steps=0")
     own = ("virtual=h100", "cluster.ranks_per_node=2", "hydra.run.dir=run")
-    assert call(*TORCHRUN[:1], TORCHRUN[-1], *words, *own, cwd=tmp_path, environ=environ).returncode == 0
+    logged = {**environ, "PTDBENCH_VIRTUAL_LOG": str(tmp_path / "logs")}
+    assert call(*TORCHRUN[:1], TORCHRUN[-1], *words, *own, cwd=tmp_path, environ=logged).returncode == 0
     done = virtual("h100x2", "--json", "--", *TORCHRUN, *words, "device=cuda")
     assert done.returncode == 0, done.stderr
     expected = json.loads((tmp_path / "run" / "record.json").read_text())["virtual"]
-    found = json.loads(done.stdout)["virtual"]
+    record = json.loads(done.stdout)
+    found, step = record["virtual"], step_time.predicted(read(tmp_path / "logs"), gpus.load("h100"))
+    assert record["predicted"]["step_seconds"] == pytest.approx(step.step_seconds, rel=0.01)
     names = ("allocated_bytes", "reserved_bytes")  # rank 0, which checks the run, has its allocator's options too
-    assert [found[name] for name in names] == [expected[name] for name in names]
+    assert [found[name] for name in names] == [pytest.approx(expected[name], rel=1e-6) for name in names]
 
 
 def test_out_of_memory_names_the_way_to_learn_the_need(virtual):
@@ -108,6 +118,7 @@ def test_out_of_memory_names_the_way_to_learn_the_need(virtual):
     ample = virtual("h100", "--memory", "1TiB", *words)
     assert ample.returncode == 0, ample.stderr
     assert "2.93 GiB" in ample.stdout
+    assert "no predicted time: it took 1, and 4 are needed, 2 of them to warm up" in ample.stdout
 
 
 def test_crash_of_the_library_says_so(virtual):

@@ -66,6 +66,12 @@ def test_ranks_wait_for_each_other():
     ]  # whose collectives have nothing in common
     assert predict(apart, H200).seconds == pytest.approx(5e-3 + moving, rel=1e-6)
     assert predict(logs[:1], H200).seconds == pytest.approx(2e-3 + moving, rel=1e-6)
+    other = log(message(1), message(1), rank=1, world_size=2)
+    other.records["sequence"] += 1  # in another step
+    with pytest.raises(NoTime, match="the steps of its ranks are not the same: all_reduce is not called by all"):
+        predict([logs[0], other], H200)
+    with pytest.raises(NoTime, match="several GPUs"):
+        predict([log(kernel(), kernel(device=1))], H200)
 
 
 def test_stages_wait_for_each_others_transfers():
@@ -79,6 +85,8 @@ def test_stages_wait_for_each_others_transfers():
     step = predict([log(*first), log(*second, rank=1)], H200)
     assert step.seconds == pytest.approx(4e-3 + 2 * H200.message("send", 2, 2**20), rel=0.02)  # one after the other
     assert step.parts["bubble"] == pytest.approx(2e-3, rel=0.05)
+    with pytest.raises(NoTime, match="not all stages of its pipeline ran"):
+        predict([log(*first), log(*first)], H200)
 
 
 def test_errors_are_those_of_the_tables():
