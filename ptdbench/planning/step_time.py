@@ -9,6 +9,7 @@ from ptdbench.parallel.batch import BatchPlan
 from ptdbench.prediction import steps, trace
 from ptdbench.prediction.costs import Costs, NoCosts
 from ptdbench.prediction.log import Log
+from ptdbench.problems import Problem, require
 from ptdbench.records.schema import Predicted
 from ptdbench.setup.run_spec import RunSpec
 from ptdbench.setup.training_spec import Flops
@@ -21,6 +22,8 @@ _LEVEL = 1.25
 def obstacle(spec: RunSpec, stages: int) -> str | None:
     """Return why the time of a run on virtual GPUs cannot be predicted; ``None`` if it may.
 
+    Raises ConfigError if costs that were measured on the GPU cannot be used.
+
     Args:
         spec: The run.
         stages: The number of pipeline stages with a rank that runs.
@@ -29,6 +32,8 @@ def obstacle(spec: RunSpec, stages: int) -> str | None:
     try:
         Costs.of(spec.virtual.gpu)
     except NoCosts as lacking:
+        costs = spec.virtual.gpu.costs
+        require(Problem("virtual.gpu.costs", costs, str(lacking)) if costs else None)
         return str(lacking)
     if spec.config.cluster.nodes not in ("auto", 1):
         return "messages between nodes have no costs yet"
