@@ -1,6 +1,6 @@
 # Everything runs in .venv, which `make` creates where it is missing: nothing but Python 3.10 or newer is needed.
 
-# The interpreter that creates .venv; gpu-check and gpu-cluster run in it directly.
+# The interpreter that creates .venv; gpu-check, gpu-cluster and gpu-calibrate run in it directly.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +24,7 @@ WHEELS ?=
 .DEFAULT_GOAL := help
 # A .venv that could not be made, as without Debian's python3-venv, is made again.
 .DELETE_ON_ERROR:
-.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead launch-time model-speed train-for-real plan-truth memory-truth ranks-truth parity-matrix virtual-truth time-truth any-program zoo attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead launch-time model-speed train-for-real plan-truth memory-truth ranks-truth parity-matrix virtual-truth time-truth any-program zoo attack gpu-check gpu-cluster gpu-calibrate slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -104,6 +104,9 @@ gpu-check:  ## the acceptance run of one GPU: make gpu-check PYTHON=python3 WHEE
 
 gpu-cluster:  ## every layout, the links, and failures under every launcher, on two GPUs or more; in an allocation on all its nodes
 	$(PYTHON) -m benchmarks.gpu_cluster $(ARGS)
+
+gpu-calibrate:  ## what this GPU reaches, into a file for the predicted times of ptdbench plan; ARGS="--file h100.json"
+	$(PYTHON) -m benchmarks.gpu_calibrate $(ARGS)
 
 slurm-up: $(BIN)/python  ## start a SLURM of two nodes on this machine, as root; make test does it by itself
 	$(BIN)/python -m tests.slurm_cluster up $(ARGS)

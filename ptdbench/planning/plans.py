@@ -138,7 +138,7 @@ def make(
     ]
     planned_before, earlier = earlier[: len(anchored)], earlier[len(anchored) :]
     directory = hydra_output.claim(of, None)
-    records, stopped, fastest = [], None, 0.0
+    records, stopped, fastest = [], None, (0.0, "")
     try:
         with closing(_paced(uncached, prepare, execute)) as made:
             levels = [
@@ -154,20 +154,21 @@ def make(
                 write_json(place / store.RECORD, planned)
                 store.append_result(directory, planned)
                 records.append(strict(planned))
-                fastest = _told_if_faster(fastest, records[-1], run.config.label) if uncached else 0.0
+                name = run.subdirectory.partition("_")[2] or run.config.label  # without its number
+                fastest = max(fastest, _rate(records[-1], name))
+                if uncached and fastest[1]:
+                    echo(fastest[1], sys.stderr)
     except local.Stopped as signalled:
         stopped = signalled
     return Planned(directory, records, sum(map(bool, earlier[: len(records)])), stopped)
 
 
-def _told_if_faster(fastest: float, planned: Mapping[str, Any], label: str) -> float:
-    """Return the highest predicted rate so far, and say which plan has it if that is a new one."""
+def _rate(planned: Mapping[str, Any], name: str) -> tuple[float, str]:
+    """Return the predicted rate of a plan, and what to say if it is the highest so far; 0 without a prediction."""
     step = planned.get("predicted") or {}
     of = next((of for of in ("tokens", "samples") if step.get(f"{of}_per_second")), None)
-    if of and (rate := step[f"{of}_per_second"]) > fastest:
-        echo(f"fastest so far: {label}, {three_digits(rate)} {of}/s predicted", sys.stderr)
-        return float(rate)
-    return fastest
+    rate = step[f"{of}_per_second"] if of else 0.0
+    return rate, f"fastest so far: {name}, {three_digits(rate)} {of}/s predicted" if of else ""
 
 
 @dataclass(frozen=True)

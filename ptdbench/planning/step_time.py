@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ptdbench.prediction import steps, trace
 from ptdbench.prediction.costs import Costs, NoCosts
 from ptdbench.prediction.log import Log
+from ptdbench.problems import Problem, require
 from ptdbench.records.schema import Predicted
 from ptdbench.virtual.device import Device
 
@@ -16,10 +17,14 @@ _LEVEL = 1.25
 
 
 def obstacle(gpu: Device, nodes: int) -> str | None:
-    """Return why the time of a step on nodes with virtual GPUs cannot be predicted; ``None`` if it may."""
+    """Return why the time of a step on nodes with virtual GPUs cannot be predicted; ``None`` if it may.
+
+    Raises ConfigError if costs that were measured on the GPU cannot be used.
+    """
     try:
         Costs.of(gpu)
     except NoCosts as lacking:
+        require(Problem("virtual.gpu.costs", gpu.costs, str(lacking)) if gpu.costs else None)
         return str(lacking)
     return "messages between nodes have no costs yet" if nodes > 1 else None
 

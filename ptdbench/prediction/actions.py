@@ -58,7 +58,7 @@ def costed(log: Log, records: NDArray[Any], costs: Costs, joins: bool = True) ->
     Raises:
         NoCosts: The device has no costs of some work.
     """
-    of_work = _of_work(log, records, costs)
+    of_work, launch = _of_work(log, records, costs), costs.launch
     pending: defaultdict[int, list[Any]] = defaultdict(list)
     actions, families, errors, operations = list[Action](), list[str](), list[float](), list[str]()
     columns = (records[name].tolist() for name in ("kind", "stream", "operators", "object"))
@@ -66,7 +66,7 @@ def costed(log: Log, records: NDArray[Any], costs: Costs, joins: bool = True) ->
         host, family, error, operation = operators * prices.OPERATOR, "", 0.0, ""
         if kind in _WORK:
             family, seconds, error = of_work[place]
-            action = Action(Does.WORK, host + prices.LAUNCH, stream, seconds)
+            action = Action(Does.WORK, host + launch, stream, seconds)
         elif kind == Kind.MESSAGE.value:
             record, transfers = records[place], pending.pop(stream, [])
             family, seconds = "messages", _seconds(record, transfers, costs)

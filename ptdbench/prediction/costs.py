@@ -1,11 +1,13 @@
 """What a piece of work costs on a device: seconds by shape or bytes, from public tables beside this file.
 
+Rates that ``make gpu-calibrate`` measured on the device itself replace those of the tables, see :class:`Measured`.
 Their comments name sources and licences. No figure is fitted to a measured step that a prediction is shown against.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import math
 import re
 from bisect import bisect_right
@@ -15,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ptdbench.grouping import grouped
 from ptdbench.prediction.log import DTYPES, Flag, Kind
 from ptdbench.profiling.kernels import kernel_kind
 from ptdbench.virtual.device import Device
@@ -59,18 +62,53 @@ def _table(name: str) -> Sequence[Mapping[str, str]]:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What a device reached: a JSON file with its name in ``device``, and ``rows`` of these fields.
+
+    ``kind``, ``name``: ``products`` by dtype, ``attention`` by pass, ``memory`` by family, ``copies`` by direction, or
+    ``launches``. ``sizes``: m, n and k in cuBLAS's order, the length, or bytes. ``rate``: FLOP/s, bytes/s, launches/s.
+    """
+
+    rates: Mapping[tuple[str, str], Sequence[tuple[Sequence[int], float]]]
+
+    @classmethod
+    def read(cls, path: str, device: str) -> Measured:
+        """Read a file of ``make gpu-calibrate``; raises NoCosts if it is none, or of another device."""
+        try:
+            content = json.loads(Path(path).expanduser().read_text())
+            rows = [((row["kind"], row["name"]), (row["sizes"], float(row["rate"]))) for row in content["rows"]]
+            measured = content["device"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise NoCosts(f"it is no file of make gpu-calibrate: {error}") from None
+        if measured != device:
+            raise NoCosts(f"it was measured on {measured}, and this is {device}")
+        return cls(grouped(rows))
+
+    def rate(self, kind: str, name: str, *sizes: int) -> float | None:
+        """Return the rate for some sizes: of those measured the geometric mean, the nearer the more they count."""
+        total = weights = 0.0
+        for measured, rate in self.rates.get((kind, name), ()):
+            apart = sum(math.log(max(size, 1) / of) ** 2 for size, of in zip(sizes, measured, strict=True))
+            weight = 1 / (apart**2 + 1e-12)
+            total, weights = total + weight * math.log(rate), weights + weight
+        return math.exp(total / weights) if weights else None
+
+
+@dataclass(frozen=True)
 class Costs:
     """The costs of a device."""
 
     device: Device
     figures: Mapping[str, str]  #: Its row of ``devices.csv``.
+    measured: Measured = Measured({})
 
     @classmethod
     def of(cls, device: Device) -> Costs:
-        """Return the costs of a device; raises NoCosts if it has no row."""
+        """Return the costs of a device; raises NoCosts if it has no row, or its ``costs`` cannot be used."""
+        measured = Measured.read(device.costs, device.name) if device.costs else Measured({})
         for row in _table("devices"):
             if row["device"] == device.name:
-                return cls(device, row)
+                return cls(device, row, measured)
         have = ", ".join(row["device"] for row in _table("devices"))
         raise NoCosts(f"no costs of {device.name}; there are those of {have}")
 
@@ -79,47 +117,59 @@ class Costs:
         """The error of the level of products, one standard deviation as a share."""
         return float(self.figures["error"])
 
+    @property
+    def launch(self) -> float:
+        """Seconds of the host to launch a kernel."""
+        rate = self.measured.rate("launches", "")
+        return 1 / rate if rate else LAUNCH
+
     def work(self, record: Any, name: str) -> tuple[str, float]:
         """Return the family and the seconds of a kernel, copy or fill; raises NoCosts."""
         size = int(record["bytes"])
         if record["kind"] in (Kind.COPY.value, Kind.SET.value):
             on_device = name not in ("HtoD", "DtoH", "HtoH")
             rate = _STREAMED * self.device.bandwidth / (2 if name == "DtoD" else 1)
-            return "memory", KERNEL + size / (rate if on_device else float(self.figures["host"]))
+            rate = self.measured.rate("copies", name, size) or (rate if on_device else float(self.figures["host"]))
+            return "memory", KERNEL + size / rate
         kind = kernel_kind(name)
         if kind == "product" and record["dims"][0] > 0:
             return "products", self._product(record)
         if kind == "attention" and record["dims"][6] > 0:
             return "attention", self._attention(record, is_flash="flash" in name)
-        return "memory", KERNEL + size / (memory_share(name)[0] * self.device.bandwidth)
+        share, _, family = memory_share(name)
+        rate = self.measured.rate("memory", family, size) or share * self.device.bandwidth
+        return "memory", KERNEL + size / rate
 
     def _product(self, record: Any) -> float:
         """Return the seconds of a product: as many as its FLOPs take, or its bytes."""
         m, n, k, batch = (int(size) for size in record["dims"][:4])
         dtype, result = DTYPES[record["dtype"]], DTYPES[record["result"]]
         name = _PEAKS.get(dtype, "fp32")
-        is_fp8 = name == "fp8"
-        share, peak = self.figures["fp8_products" if is_fp8 else "products"], self.device.peaks.get(name)
-        if not share or not peak:
-            raise NoCosts(f"no costs of products of {dtype} on {self.device.name}")
-        depth = float(self.figures["depth"]) * (2 if is_fp8 else 1)
-        flops = 2.0 * m * n * (k + depth) * max(batch, 1)
+        if not (rate := self.measured.rate("products", name, m, n, k)):
+            is_fp8 = name == "fp8"
+            share, peak = self.figures["fp8_products" if is_fp8 else "products"], self.device.peaks.get(name)
+            if not share or not peak:
+                raise NoCosts(f"no costs of products of {dtype} on {self.device.name}")
+            rate = float(share) * peak * k / (k + float(self.figures["depth"]) * (2 if is_fp8 else 1))
+        flops = 2.0 * m * n * k * max(batch, 1)
         slower = _WIDE_RESULT if name in ("bf16", "fp16") and result == "float32" else 1.0
         moved = max(batch, 1) * ((m * k + k * n) * _BYTES.get(dtype, 2) + m * n * _BYTES.get(result, 2))
-        return KERNEL + max(slower * flops / (float(share) * peak), moved / (_STREAMED * self.device.bandwidth))
+        return KERNEL + max(slower * flops / rate, moved / (_STREAMED * self.device.bandwidth))
 
     def _attention(self, record: Any, is_flash: bool) -> float:
         """Return the seconds of attention, by the share of the peak that its length reaches."""
         batch, heads, queries, width, keys, _, products = (int(size) for size in record["dims"][:7])
         flops = 2.0 * products * batch * heads * queries * keys * width
         flops /= 2 if record["flags"] & Flag.CAUSAL else 1
+        slower = _NARROW_HEADS if width <= 64 else 1.0
+        of_pass = "forward" if products == 2 else "backward"
+        if rate := self.measured.rate("attention", of_pass, keys):
+            return KERNEL + slower * flops / rate
         kind, level = self.figures["attention"], float(self.figures["attention_level"])
         if is_flash and kind == "H200":
             kind = "flash"
         rows = [row for row in _table("attention") if row["kind"] == kind]
-        of_pass = "forward" if products == 2 else "backward"
         share = level * _between([int(row["length"]) for row in rows], [float(row[of_pass]) for row in rows], keys)
-        slower = _NARROW_HEADS if width <= 64 else 1.0
         return KERNEL + slower * flops / (share * self.device.peaks["bf16"])
 
     def message(self, operation: str, ranks: int, size: int) -> float:
@@ -153,8 +203,8 @@ def _between(places: Sequence[int], values: Sequence[float], place: float) -> fl
 
 
 @cache
-def memory_share(name: str) -> tuple[float, float]:
-    """Return the share of the bandwidth that a kernel of this name reaches, and the error of that share."""
+def memory_share(name: str) -> tuple[float, float, str]:
+    """Return the share of the bandwidth that a kernel of this name reaches, the error of that share, and its family."""
     kind = kernel_kind(name)
     kinds = {row["kind"] for row in _table("memory")}
     row = next(
@@ -162,4 +212,4 @@ def memory_share(name: str) -> tuple[float, float]:
         for row in _table("memory")
         if row["kind"] == (kind if kind in kinds else "other") and re.search(row["pattern"], name, re.IGNORECASE)
     )
-    return float(row["share"]), float(row["error"])
+    return float(row["share"]), float(row["error"]), f"{row['kind']},{row['pattern']}"

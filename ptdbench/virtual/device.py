@@ -54,6 +54,7 @@ class Device:
     link: float = 0.0
     power: float = 0.0  #: Power limit in W.
     source: str = ""  #: Where the figures are from.
+    costs: str = ""  #: A file of ``make gpu-calibrate`` on such a device, for predicted times; empty: public tables.
     #: Bytes that may be allocated, including the context. More than ``memory`` reveals how much a program would need,
     #: although it still sees ``memory``. ``None``: ``memory``.
     allocatable: Size | None = None
@@ -90,7 +91,7 @@ class Device:
             **{
                 name: value
                 for name, value in vars(self).items()
-                if name not in ("name", "capability", "peaks", "source")
+                if name not in ("name", "capability", "peaks", "source", "costs")
             },
             "allocatable": self.memory if self.allocatable is None else self.allocatable,
             "major": major,

@@ -217,6 +217,7 @@ def test_the_shape_of_slurm_jobs_is_planned(shape, ranks):
     [
         ("workload=hello", "workload=hello: only training can be planned; omit it"),
         ("parallel.tensor=3", "parallel.tensor=3: "),
+        ("virtual.gpu.costs=/none", "virtual.gpu.costs=/none: it is no file of make gpu-calibrate: "),
         ("train.micro_batch=3", "train.micro_batch=3: must divide a replica's share of the batch, 8; try 1, 2, 4"),
     ],
 )

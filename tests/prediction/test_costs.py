@@ -1,6 +1,8 @@
 """Costs, worked out by hand from the tables beside them."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -66,6 +68,27 @@ def test_messages_follow_the_table_and_the_link():
     middle = H200.message("reduce", 8, round(2**28.5))
     assert middle == pytest.approx(math.sqrt(716.3 * 1393) * 1e-6, rel=1e-6)  # as a reduce-scatter
     assert H200.message("send", 2, 360_000_000) == pytest.approx(20e-6 + 1e-3)
+
+
+def test_rates_measured_on_the_device_replace_the_tables(tmp_path):
+    rows = [("products", "bf16", [1024] * 3, 100e12), ("products", "bf16", [4096] * 3, 400e12),
+            ("attention", "forward", [1024], 200e12), ("memory", "elementwise,", [2**28], 2e12),
+            ("copies", "HtoD", [2**20], 25e9), ("launches", "", [], 1e5)]  # fmt: skip
+    path = tmp_path / "costs.json"
+    content = [dict(zip(("kind", "name", "sizes", "rate"), row, strict=True)) for row in rows]
+    path.write_text(json.dumps({"device": "NVIDIA H200", "rows": content}))
+    on = Costs.of(replace(H200.device, costs=str(path)))
+    cube = 2 * 2048**3
+    assert seconds(product(2048, 2048, 2048), on=on) == pytest.approx(cube / 200e12)  # the geometric mean of both
+    assert seconds(product(4096, 4096, 4096), on=on) == pytest.approx(8 * cube / 400e12, rel=1e-6)
+    assert seconds(record(dims=(1, 1, 1024, 128, 1024, 1, 2)), "attention", on) == pytest.approx(4 * 2**27 / 200e12)
+    assert seconds(record(bytes=2000000), "elementwise", on) == pytest.approx(1e-6)
+    assert seconds(record("COPY", bytes=25000000), "HtoD", on) == pytest.approx(1e-3)
+    assert on.launch == pytest.approx(1e-5)
+    half = product(8192, 8192, 2048, dtype="float8")
+    assert seconds(half, on=on) == seconds(half)  # not in the file
+    with pytest.raises(NoCosts, match="it was measured on NVIDIA H200, and this is NVIDIA B200"):
+        Costs.of(replace(H200.device, name="NVIDIA B200", costs=str(path)))
 
 
 def test_what_has_no_figures_has_no_costs():
