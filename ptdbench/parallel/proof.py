@@ -129,10 +129,12 @@ def _serve(_environ: Mapping[str, str], connection: Connection, folder: Path) ->
     with suppress(EOFError):
         while True:
             connection.recv()
-            question = cloudpickle.loads((folder / "question").read_bytes())
-            difference = _on_ranks(*question, torch.float32, folder)
-            # A loss may enlarge what is rounded, as a contrastive one does, which leaves no difference in fp64.
-            is_rounding = difference and "differs" in difference and not _on_ranks(*question, torch.float64, folder)
+            model, batch, ranks = cloudpickle.loads((folder / "question").read_bytes())
+            difference = _on_ranks(model, batch, ranks, torch.float32, folder)
+            is_rounding = False
+            if difference and "differs" in difference:
+                # A loss may enlarge what is rounded, as a contrastive one does, which leaves no difference in fp64.
+                is_rounding = not _on_ranks(model, batch, ranks, torch.float64, folder)
             connection.send(None if is_rounding else difference)
 
 
