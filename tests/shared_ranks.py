@@ -133,6 +133,7 @@ def _result(of_rank: Connection, rank: int) -> Any:
 def _serve(place: Mapping[str, str], jobs: Connection) -> None:
     """In a rank: do jobs until one fails here or nobody has another."""
     local._die_with_server()
+    multiprocessing.current_process()._config["daemon"] = False  # proofs of plans start processes
     everywhere = settings.own_cores()
     gc.unfreeze = lambda: None  # or each run would collect garbage from among all that is imported once more
     while True:

@@ -129,10 +129,12 @@ def _serve(_environ: Mapping[str, str], connection: Connection, folder: Path) ->
     with suppress(EOFError):
         while True:
             connection.recv()
-            question = cloudpickle.loads((folder / "question").read_bytes())
-            difference = _on_ranks(*question, torch.float32, folder)
-            # A loss may enlarge what is rounded, as a contrastive one does, which leaves no difference in fp64.
-            is_rounding = difference and "differs" in difference and not _on_ranks(*question, torch.float64, folder)
+            model, batch, ranks = cloudpickle.loads((folder / "question").read_bytes())
+            difference = _on_ranks(model, batch, ranks, torch.float32, folder)
+            is_rounding = False
+            if difference and "differs" in difference:
+                # A loss may enlarge what is rounded, as a contrastive one does, which leaves no difference in fp64.
+                is_rounding = not _on_ranks(model, batch, ranks, torch.float64, folder)
             connection.send(None if is_rounding else difference)
 
 
@@ -203,16 +205,18 @@ def _computed(model: Model, batch: tuple[Any, Tensor]) -> dict[str, Tensor]:
 
 def _on_ranks(model: Model, batch: tuple[Any, Tensor], ranks: int, dtype: torch.dtype, folder: Path) -> str | None:
     """Return how a rank fails, or the first difference on the first rank that has any."""
-    (store := folder / "store").unlink(missing_ok=True)
-    fork, files = multiprocessing.get_context("fork"), [folder / f"rank{rank}" for rank in range(ranks)]
+    fork = multiprocessing.get_context("fork")
+    store, *files = (folder / name for name in ("store", *map(str, range(ranks))))
+    for file in (store, *files):
+        file.unlink(missing_ok=True)
     workers = [fork.Process(target=_be_rank, args=(model, batch, dtype, files, rank, store)) for rank in range(ranks)]
     for worker in workers:
         worker.start()
-    while not any(worker.exitcode for worker in workers):
-        if not (running := [worker.sentinel for worker in workers if worker.exitcode is None]):
+    while not any(statuses := [worker.exitcode for worker in workers]):
+        if None not in statuses:
             return next(filter(None, map(Path.read_text, files)), None)
-        wait(running)
-    status = next(filter(None, (worker.exitcode for worker in workers)))
+        wait([worker.sentinel for worker, status in zip(workers, statuses, strict=True) if status is None])
+    status = next(filter(None, statuses))
     for worker in workers:
         worker.kill()
         worker.join()
