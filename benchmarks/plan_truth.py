@@ -4,7 +4,7 @@
 
 ``layouts``: 40 layouts of llama_8b on eight virtual H100, with times; ``large``: llama_70b on 256; ``repeated``: the
 same once more, known from the cache. Each layout needs an answer, in so many seconds and bytes: each page that several
-processes share counts in parts (PSS). ``times``: how many times as many seconds of processors a plan with a time takes
+processes share counts in parts (PSS). ``times``: how many times the CPU seconds a plan with times takes
 as one without, for the same GPU by a name without costs; and how long a million pieces of work take to replay.
 ``sizes``: ten sizes of a virtual GPU, and a batch that many micro-batches divide; good is if the first micro-batch that
 the line proposes fits, and nothing larger does, for nine of them.
@@ -180,7 +180,7 @@ def plan(words: Sequence[str], *flags: str) -> Plan:
 
 
 def _used(pid: int) -> tuple[int, float]:
-    """Bytes of a process and its living descendants, and their seconds of processors, with those that have ended."""
+    """Bytes of a process and its living descendants, and their CPU seconds, with those that have ended."""
     size, seconds = 0, 0.0
     with suppress(psutil.Error):
         parent = psutil.Process(pid)

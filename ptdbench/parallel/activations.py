@@ -61,7 +61,7 @@ class Selective(Activations):
         ConfigError: ``products`` is less than 1.
     """
 
-    products: int = 1  #: Of this many matrix products in a row, keep the result of the first; torchtitan has 2.
+    products: int = 1  #: Keep the result of every n-th matrix product; 2 in torchtitan.
 
     def __post_init__(self) -> None:
         require(*at_least(1, products=self.products))

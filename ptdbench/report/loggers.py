@@ -123,7 +123,7 @@ class WandB:
     """Weights & Biases.
 
     Args:
-        project: Its project.
+        project: The project of the runs.
         entity: A user or a team; ``null``: the default of the account.
         mode: ``online``, or ``offline``: files in the run's directory, for ``wandb sync``; ``null``: ``WANDB_MODE``,
             else ``online``.
