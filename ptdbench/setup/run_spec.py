@@ -340,7 +340,13 @@ def _world_size(
     ``rule`` maps the number of ``available`` devices to the number of ranks, if none was requested.
     """
     if world:
-        require(*_differing(config, world))
+        nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
+        require(*broken([
+            (ranks not in ("auto", world.local_size), "cluster.ranks_per_node", ranks,
+             f"{world.launcher} started {world.local_size} ranks on this node", f"try auto, {world.local_size}"),
+            (nodes != "auto" and world.nodes not in (None, nodes), "cluster.nodes", nodes,
+             f"{world.launcher} started ranks on {plural(world.nodes or 0, 'node')}", f"try auto, {world.nodes}"),
+        ]))  # fmt: skip
         return world.size
     nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
     if nodes not in ("auto", 1) and not is_virtual:
@@ -356,17 +362,6 @@ def _nodes(config: Config, world: World | None) -> int:
         return world.nodes or max(world.size // world.local_size, 1)
     nodes = config.resolved["cluster"].get("nodes", "auto")  # not from config.cluster, where another may be wrong
     return nodes if isinstance(nodes, int) and nodes > 0 else 1
-
-
-def _differing(config: Config, world: World) -> Iterator[Problem]:
-    """Yield requested nodes and ranks that the world differs from."""
-    nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
-    return broken([
-        (ranks not in ("auto", world.local_size), "cluster.ranks_per_node", ranks,
-         f"{world.launcher} started {world.local_size} ranks on this node", f"try auto, {world.local_size}"),
-        (nodes != "auto" and world.nodes not in (None, nodes), "cluster.nodes", nodes,
-         f"{world.launcher} started ranks on {plural(world.nodes or 0, 'node')}", f"try auto, {world.nodes}"),
-    ])  # fmt: skip
 
 
 _DEGREES = (*Dims.order(), *(name for name in Dims.rows() if name not in Dims.order()))
