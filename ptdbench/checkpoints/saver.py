@@ -84,12 +84,11 @@ class Staging:
             return lambda: copies
         self._stager = self._stager or StateDictStager(pin_memory=True)
         # The host waits for neither: the next step is queued after the first copies, and overlaps the others.
-        changing = {name: part for name, part in parts.items() if name not in steady}
-        staged = self._stager.stage(changing, non_blocking=True)
+        staged = self._stager.stage({name: part for name, part in parts.items() if name not in steady}, True)
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            staged |= self._stager.stage({name: parts[name] for name in parts.keys() - changing}, non_blocking=True)
+            staged |= self._stager.stage({name: part for name, part in parts.items() if name in steady}, True)
             copied = torch.cuda.Event()
             copied.record()
 
