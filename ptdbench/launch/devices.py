@@ -40,8 +40,7 @@ def check(world: World, device: str) -> None:
     """
     if device == "cpu" or world.size == 1 or world.started_by.has_parent:  # ranks of one parent share a machine
         return
-    seen = _survey(world)
-    require(_mixed(seen, device))
+    require(_mixed(_survey(world), device))
 
 
 def select(world: World, device: str) -> None:

@@ -339,8 +339,8 @@ def _world_size(
 
     ``rule`` maps the number of ``available`` devices to the number of ranks, if none was requested.
     """
+    nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
     if world:
-        nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
         require(*broken([
             (ranks not in ("auto", world.local_size), "cluster.ranks_per_node", ranks,
              f"{world.launcher} started {world.local_size} ranks on this node", f"try auto, {world.local_size}"),
@@ -348,7 +348,6 @@ def _world_size(
              f"{world.launcher} started ranks on {plural(world.nodes or 0, 'node')}", f"try auto, {world.nodes}"),
         ]))  # fmt: skip
         return world.size
-    nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
     if nodes not in ("auto", 1) and not is_virtual:
         remedy = "try 1, cluster=slurm, or srun, mpirun or torchrun on every node"
         require(Problem("cluster.nodes", nodes, "this machine is one node", remedy))
