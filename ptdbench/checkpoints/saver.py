@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -18,57 +18,40 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import StateDictStager
 from torch.distributed.tensor import DTensor
 
 from ptdbench.checkpoints import checkpoint_dir, safe_load
 from ptdbench.checkpoints.checkpoint_dir import Manifest, Stamp
 from ptdbench.files import lack_of_space
-from ptdbench.grouping import grouped
 from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import local_part
 
-#: The tensor's name, and the shard's offset in the whole tensor.
-Shard = tuple[str, tuple[int, ...]]
-
 
 class Shares:
-    """Selects the tensors that this rank saves, so that each is saved once and the bytes are balanced over ranks."""
+    """Selects the tensors that this rank saves, so that each is saved once and the bytes are balanced over ranks.
+
+    As torch's planner does it, but before tensors are copied: a rank copies only what it saves.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._sizes: dict[Shard, int] | None = None
+        self._plan: SavePlan | None = None
         self._names: set[str] = set()
 
     def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's share of ``tensors``; called in all ranks, each with all its tensors."""
-        # Split as torch writes them.
-        items = create_default_local_save_plan(dict(tensors), is_coordinator=False).items
-        sizes = {(i.index.fqn, tuple(i.index.offset or ())): i.tensor_storage_size() or 0 for i in items}
-        if any(gather(sizes != self._sizes, self._group)):  # true at the first save, rarely later
-            self._sizes = sizes
-            mine = assign_shares(gather(sizes, self._group))[dist.get_rank(self._group)]
-            self._names = {name for name, _ in mine}
+        plan = create_default_local_save_plan(dict(tensors), is_coordinator=False)
+        if any(gather(plan != self._plan, self._group)):  # true at the first save, rarely later
+            self._plan = plan
+            mine = dedup_save_plans(gather(plan, self._group))[dist.get_rank(self._group)]
+            self._names = {item.index.fqn for item in mine.items}
         return {name: tensor for name, tensor in tensors.items() if name in self._names}
-
-
-def assign_shares(sizes: Sequence[Mapping[Shard, int]]) -> list[set[Shard]]:
-    """Assign each shard to one of the ranks that hold it; ``sizes`` gives the bytes of each rank's shards."""
-    holders = grouped((shard, rank) for rank, shards in enumerate(sizes) for shard in shards)
-    shares: list[set[Shard]] = [set() for _ in sizes]
-    bytes_of = [0] * len(sizes)
-
-    def least_choice_first(shard: Shard) -> tuple[int, int, Shard]:
-        return len(holders[shard]), -sizes[holders[shard][0]][shard], shard
-
-    for shard in sorted(holders, key=least_choice_first):
-        rank = min(holders[shard], key=lambda rank: bytes_of[rank])
-        shares[rank].add(shard)
-        bytes_of[rank] += sizes[rank][shard]
-    return shares
 
 
 class Staging:
@@ -101,12 +84,11 @@ class Staging:
             return lambda: copies
         self._stager = self._stager or StateDictStager(pin_memory=True)
         # The host waits for neither: the next step is queued after the first copies, and overlaps the others.
-        changing = {name: part for name, part in parts.items() if name not in steady}
-        staged = self._stager.stage(changing, non_blocking=True)
+        staged = self._stager.stage({name: part for name, part in parts.items() if name not in steady}, True)
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            staged |= self._stager.stage({name: parts[name] for name in parts.keys() - changing}, non_blocking=True)
+            staged |= self._stager.stage({name: part for name, part in parts.items() if name in steady}, True)
             copied = torch.cuda.Event()
             copied.record()
 

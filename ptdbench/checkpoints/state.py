@@ -7,7 +7,7 @@ replicas or FSDP shards, and can be loaded under another layout and on another n
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -105,7 +105,9 @@ class TrainingState:
         tensors = self._trained(with_buffers=True)
         _require_same(path, tensors, stored, group)
         buffers, self.differed = _kept_buffers(stored, self._rank if same_layout else -1)
-        names = {*buffers.values(), *(_generators(stored, self._rank, device) if same_layout else ())}
+        kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
+        generators = [f"rng.{kind}.{self._rank}" for kind in kinds] if same_layout else []
+        names = {*buffers.values(), *(name for name in generators if name in stored)}
         of_rank = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
         safe_load.load(path, tensors | of_rank, group)
         self._copy_to_second()
@@ -214,12 +216,6 @@ def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -
         return "missing"
     size, dtype = items[name]
     return f"{list(size)} {str(dtype).removeprefix('torch.')}"
-
-
-def _generators(stored: Collection[str], rank: int, device: torch.device) -> list[str]:
-    """Return the names of this rank's random generators in the checkpoint."""
-    names = [f"rng.{kind}.{rank}" for kind in (("cpu", "cuda") if device.type == "cuda" else ("cpu",))]
-    return [name for name in names if name in stored]
 
 
 def _kept_buffers(stored: Iterable[str], rank: int) -> tuple[dict[str, str], str | None]:

@@ -94,7 +94,8 @@ def read(source: Data | HeldOut, start: int, stop: int, example: Batch) -> Batch
     """
     samples: Any = source.samples(start, stop)
     shapes = [str((stop - start, *tensor.shape[1:])) for tensor in tensors(example)]
-    shown = [_described(part) for part in tree_leaves(samples)]
+    parts = tree_leaves(samples)
+    shown = [str(tuple(part.shape)) if isinstance(part, torch.Tensor) else type(part).__name__ for part in parts]
     if shown != shapes or len(samples) != len(example):
         rule = f"must return tensors of shape {' and '.join(shapes)}, like example()"
         raise TypeError(f"{type(source).__name__}.samples({start}, {stop}) {rule}, but returns {' and '.join(shown)}")
@@ -132,11 +133,6 @@ def _matches(first: str | float, other: str | float) -> bool:
     if isinstance(first, str) or isinstance(other, str):
         return first == other
     return math.isclose(first, other, rel_tol=1e-3, abs_tol=1e-3) or (math.isnan(first) and math.isnan(other))
-
-
-def _described(value: object) -> str:
-    """Return the shape of a tensor, or the type of anything else."""
-    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def missing_folder(root: str | None, contents: str, remedy: str, inside: str = "") -> Problem | None:

@@ -38,8 +38,6 @@ def reopen(directory: Path, world: World | None) -> bool:
         with settings.added(variables):
             summary = run_spec.summarize(with_found_micro_batch(config, earlier), world)
         draft |= summary.fields
-        if summary.warning and world is None:  # ranks warn by themselves
-            echo(summary.warning, sys.stderr)
     except ConfigError as error:
         refused = error
         draft = record.failed(draft, failure.describe(error, rank=-1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -27,7 +26,6 @@ from ptdbench.run import ending
 from ptdbench.setup import checks, choices, run_spec
 from ptdbench.setup.config import of_record
 from ptdbench.setup.run_spec import RunSpec
-from ptdbench.terminal import echo
 
 #: The runs of this process so far; only a rank's first run pays for the imports.
 _RUNS: list[Path] = []
@@ -98,9 +96,7 @@ def _built(attempt: Attempt, world: World, watch: Stopwatch) -> RunSpec:
     devices.select(world, str(config.resolved.get("device")))
     spec = run_spec.build(config, layout, world)
     if not (world.started_by.has_parent and spec.device_type == "cpu"):  # the parent has checked the host
-        warning = run_spec.check_memory(spec, world)
-        if warning and world.is_first:
-            echo(warning, sys.stderr)
+        run_spec.check_memory(spec, world)
     watch.lap("config")
     return spec
 

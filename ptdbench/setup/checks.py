@@ -90,9 +90,6 @@ def _runs(architecture: str, capability: tuple[int, int]) -> bool:
     return capability[0] == major and capability[1] >= minor
 
 
-#: A run whose training state exceeds this fraction of the memory gets a warning: activations need memory too.
-_CLOSE = 0.8
-
 #: Upper bound of the fp32 numbers per weight over all optimizers, the weight and its gradient included.
 _MOST_COPIES = 8
 
@@ -152,26 +149,18 @@ def in_job(cluster: Slurm, ranks: int) -> Room | None:
     return Room(size, ranks, "a node of the job", "such nodes", f"cluster.mem_gb={cluster.mem_gb:g}")
 
 
-def check_memory(training: TrainingSpec, room: Room) -> str | None:
-    """Return a warning if the training state of a run takes most of the available memory.
-
-    Raises:
-        ConfigError: The training state does not fit; with figures, and what to try.
-    """
+def check_memory(training: TrainingSpec, room: Room) -> None:
+    """Raise ConfigError if the training state of a run does not fit; with figures, and what to try."""
     dims, model = training.layout.dims, training.config.call("model").name
     weights = 4 * parameter_count(module_of(training.model))
-    if room.ranks * _MOST_COPIES * weights < _CLOSE * room.size:  # exact figures take tens of milliseconds
-        return None
+    if room.ranks * _MOST_COPIES * weights < room.size:  # exact figures take tens of milliseconds
+        return
     by_stage = [footprint.total for footprint in training.footprints()]
     starts = range(0, dims.world_size, room.ranks)
     need = max(sum(by_stage[dims.stage(rank)] for rank in range(start, start + room.ranks)) for start in starts)
     if need > room.size:
         rule = f"{_state(by_stage, room, need)}, and {room.owner} has {gib_text(room.size)} for it ({room.origin})"
         require(Problem("model", model, rule, remedy(training, room)))
-    if need > _CLOSE * room.size:
-        memory = f"{gib_text(room.size)} that {room.owner} has for it; activations need memory too"
-        return f"{training.label}: {_state(by_stage, room, need)}, of {memory}"
-    return None
 
 
 def _state(by_stage: list[int], room: Room, need: int) -> str:

@@ -121,7 +121,9 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
 
 def _sweep(directory: Path, others: list[str], asked: str, only: str | None = None) -> Line:
     """Resume a sweep in its directory: runs that are ok will be skipped."""
-    task = _asked_of_sweep(directory)
+    if not (task := _ledger(directory).overrides):
+        rule = f"there is no sweep (no {ledger.LEDGER})"
+        raise ConfigError([Problem(SWEEP, directory, rule, "give the directory of a sweep below outputs")])
     swept = {option(override) for override in task if "," in override.partition("=")[2]}
     others = _new(others, task)
     wrong = [override for override in others if not _may_change(option(override), swept)]
@@ -158,13 +160,6 @@ def _may_change(name: str, swept: set[str]) -> bool:
         return True
     # A job that has reached its time limit must be able to get more.
     return name.startswith("cluster.") and affects(name, "queue") and name not in swept
-
-
-def _asked_of_sweep(directory: Path) -> list[str]:
-    if overrides := _ledger(directory).overrides:
-        return overrides
-    rule = f"there is no sweep (no {ledger.LEDGER})"
-    raise ConfigError([Problem(SWEEP, directory, rule, "give the directory of a sweep below outputs")])
 
 
 def _ledger(directory: Path) -> ledger.Ledger:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ class Summary:
     world_size: int  #: Number of ranks.
     trains: bool  #: Whether it trains, so that its data must be prepared.
     fields: Mapping[str, Any]  #: Fields to add to its record.
-    warning: str | None = None  #: A warning about its memory, if there is one.
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,8 @@ def summarize(config: Config, world: World | None, gpus: int | None = None) -> S
     memory, which the ranks need: it is freed when this returns.
     """
     spec = specify(config, world, gpus)
-    summary = replace(spec.summary, warning=check_memory(spec, world, is_elsewhere=gpus is not None))
+    check_memory(spec, world, is_elsewhere=gpus is not None)
+    summary = spec.summary
     in_memory = spec.training and any(not p.is_meta for p in module_of(spec.training.model).parameters())
     del spec
     if in_memory:
@@ -182,7 +182,7 @@ def summarize(config: Config, world: World | None, gpus: int | None = None) -> S
     return summary
 
 
-def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False) -> str | None:
+def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False) -> None:
     """Compare a run's training state with the available memory; see :func:`checks.check_memory`.
 
     A GPU is queried only in a rank, which has a ``world``, because that initializes CUDA. ``is_elsewhere`` says that a
@@ -190,13 +190,14 @@ def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False)
     """
     reserve, cluster = spec.config.general.memory_reserve, spec.config.cluster
     if spec.training is None or reserve is None:
-        return None
+        return
     ranks, room = spec.ranks_here(world), None
     if is_elsewhere:
         room = checks.in_job(cluster, ranks) if isinstance(cluster, Slurm) and spec.is_on_host else None
     elif world or spec.is_on_host or spec.virtual:
         room = memory(spec, reserve, ranks, world.local_rank if world else 0, running=world is not None)
-    return checks.check_memory(spec.training, room) if room else None
+    if room:
+        checks.check_memory(spec.training, room)
 
 
 def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, running: bool) -> checks.Room:
@@ -337,10 +338,15 @@ def _world_size(
 
     ``rule`` maps the number of ``available`` devices to the number of ranks, if none was requested.
     """
-    if world:
-        require(*_differing(config, world))
-        return world.size
     nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
+    if world:
+        require(*broken([
+            (ranks not in ("auto", world.local_size), "cluster.ranks_per_node", ranks,
+             f"{world.launcher} started {world.local_size} ranks on this node", f"try auto, {world.local_size}"),
+            (nodes != "auto" and world.nodes not in (None, nodes), "cluster.nodes", nodes,
+             f"{world.launcher} started ranks on {plural(world.nodes or 0, 'node')}", f"try auto, {world.nodes}"),
+        ]))  # fmt: skip
+        return world.size
     if nodes not in ("auto", 1) and not is_virtual:
         remedy = "try 1, cluster=slurm, or srun, mpirun or torchrun on every node"
         require(Problem("cluster.nodes", nodes, "this machine is one node", remedy))
@@ -354,17 +360,6 @@ def _nodes(config: Config, world: World | None) -> int:
         return world.nodes or max(world.size // world.local_size, 1)
     nodes = config.resolved["cluster"].get("nodes", "auto")  # not from config.cluster, where another may be wrong
     return nodes if isinstance(nodes, int) and nodes > 0 else 1
-
-
-def _differing(config: Config, world: World) -> Iterator[Problem]:
-    """Yield requested nodes and ranks that the world differs from."""
-    nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
-    return broken([
-        (ranks not in ("auto", world.local_size), "cluster.ranks_per_node", ranks,
-         f"{world.launcher} started {world.local_size} ranks on this node", f"try auto, {world.local_size}"),
-        (nodes != "auto" and world.nodes not in (None, nodes), "cluster.nodes", nodes,
-         f"{world.launcher} started ranks on {plural(world.nodes or 0, 'node')}", f"try auto, {world.nodes}"),
-    ])  # fmt: skip
 
 
 _DEGREES = (*Dims.order(), *(name for name in Dims.rows() if name not in Dims.order()))

@@ -73,11 +73,6 @@ class TrainingSpec:
     pinned: bool  #: Whether weights and gradients are in pinned host memory.
     flops: Flops = Flops()  #: Counted where a rank needs them.
 
-    @property
-    def label(self) -> str:
-        """The model and the layout, for messages."""
-        return f"{self.config.call('model').name} {self.config.call('parallel').name}"
-
     def footprints(self) -> list[StateBytes]:
         """Return the training state of a rank of each pipeline stage."""
         parts = (self.model, self.optimizer, self.strategy, self.layout.dims)

@@ -20,7 +20,6 @@ from omegaconf.errors import OmegaConfBaseException
 from hydra_plugins import ptdbench_launcher
 from ptdbench import search_path, terminal
 from ptdbench.launch import local
-from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError, Problem, first_line
 from ptdbench.records import record, store
 from ptdbench.report.display import headed
@@ -72,9 +71,6 @@ def _here(agenda: Agenda, runs: Iterable[Run]) -> None:
 
     for run in runs:
         directory, started = agenda.place(run), time.monotonic()
-        ranks_warn = discover(os.environ) is not None
-        if run.summary and run.summary.warning and not ranks_warn:
-            echo(run.summary.warning, sys.stderr)
         followers.lead(directory)
         if run.number is None:
             carry_out(directory)

@@ -7,27 +7,11 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.checkpoints import safe_load
-from ptdbench.checkpoints.saver import Saver, Shares, assign_shares
+from ptdbench.checkpoints.saver import Saver, Shares
 from ptdbench.local_part import local_part
 from tests.checkpoints.test_state import Run
 from tests.daily import cases
 from tests.parallel.ranks import on_ranks
-
-
-class TestAssign:
-    def test_replicas_share_bytes_evenly(self):
-        parts = {(f"weight {number}", (0, 0)): bytes for number, bytes in enumerate([5, 1, 8, 2, 3, 7])}
-        shares = assign_shares([parts, parts])
-        assert shares[0] | shares[1] == set(parts)
-        assert not shares[0] & shares[1]
-        assert [sum(parts[part] for part in share) for share in shares] == [13, 13]
-
-    def test_shards_count_in_the_share_of_their_rank_and_tensor(self):
-        both = {("one", (0,)): 4, ("other", (0,)): 4}
-        shares = assign_shares([both | {("first", (0,)): 8}, both])
-        assert shares == [{("first", (0,))}, {("one", (0,)), ("other", (0,))}]
-        first, second = ("weight", (0, 0)), ("weight", (2, 0))
-        assert assign_shares([{first: 8}, {second: 8}, {first: 8}, {second: 8}]) == [{first}, {second}, set(), set()]
 
 
 def staged(folder: Path, strategy: str) -> int:
