@@ -178,8 +178,8 @@ def work_difference(was: Configuration, now: Configuration) -> str | None:
     """
     sides = [{name: as_typed(value) for name, value in _asked(config).items()} for config in (was, now)]
     values = {name: [side.get(name, "not set") for side in sides] for name in sides[0] | sides[1]}
-    found = [f"{name}={one} (here {other})" for name, (one, other) in values.items() if one != other]
-    return ", ".join([*found[:3], *([f"{len(found) - 3} more"] if len(found) > 3 else [])]) or None
+    differing = [f"{name}={one} (here {other})" for name, (one, other) in values.items() if one != other]
+    return ", ".join([*differing[:3], *([f"{len(differing) - 3} more"] if len(differing) > 3 else [])]) or None
 
 
 def other_model(was: Configuration, now: Configuration) -> str | None:
@@ -190,8 +190,8 @@ def other_model(was: Configuration, now: Configuration) -> str | None:
     if was.get("_target_") != now.get("_target_"):
         return str(was.get("name"))
     options = [option for option in {**was, **now} if option != "name" and was.get(option) != now.get(option)]
-    found = [f"{option}={was.get(option, '(not set)')} (here {now.get(option, 'not set')})" for option in options]
-    return f"{was.get('name')} with {', '.join(found)}" if found else None
+    differing = [f"{option}={was.get(option, '(not set)')} (here {now.get(option, 'not set')})" for option in options]
+    return f"{was.get('name')} with {', '.join(differing)}" if differing else None
 
 
 #: Statuses of runs that would end alike if they were done again: one that diverged has the same weights and samples.
@@ -201,11 +201,11 @@ DONE = ("ok", "diverged")
 def is_done(directory: Path, config: Configuration, or_failed: bool = False) -> bool:
     """Return whether ``directory`` holds a run of this configuration that is done, or that failed, if that counts."""
     try:
-        found = store.read_record(directory)
+        earlier = store.read_record(directory)
     except (FileNotFoundError, store.Damaged):
         return False
-    is_over = found.status in DONE or (or_failed and not found.is_interrupted)
-    return is_over and same_work(found.config, config)
+    is_over = earlier.status in DONE or (or_failed and not earlier.is_interrupted)
+    return is_over and same_work(earlier.config, config)
 
 
 def fingerprint(config: Configuration) -> str:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TextIO
 
-import rich.live
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.constrain import Constrain
 from rich.file_proxy import FileProxy
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
@@ -91,37 +91,6 @@ class _Console(Console):
         return False
 
 
-@dataclass(frozen=True)
-class Line:
-    """A live line: text, a bar, and text."""
-
-    left: str  #: Text before the bar: the run and its state.
-    right: str  #: Text after the bar.
-    done: int = 0  #: Steps done.
-    total: int | None = None  #: Total steps; ``None`` for a bar that only pulses.
-
-
-class Live(rich.live.Live):
-    """One line, computed each time it is drawn, that stays below printed output and disappears when it stops."""
-
-    def __init__(self, stream: TextIO, line: Callable[[int], Line]) -> None:
-        self._line = line
-        super().__init__(
-            console=_Console(file=stream, force_terminal=True, highlight=False, emoji=False),
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=bool(sys.stdout and sys.stdout.isatty()),  # including what a user's model prints
-        )
-
-    def get_renderable(self) -> RenderableType:
-        """Return what rich draws."""
-        width = max(1, self.console.width - _ECHO)
-        line = self._line(width)
-        row = Table.grid(Column(no_wrap=True), Column(), Column(no_wrap=True), padding=(0, 1), expand=True)
-        row.add_row(Text(line.left), ProgressBar(line.total, line.done), Text(line.right))
-        return Constrain(row, width)
-
-
 REDRAW_SECONDS = 0.5  # on a terminal, in place
 _LINE_SECONDS = 10.0  # in a file or a pipe, where every line stays
 _FIRST_SECONDS = 0.5  # until the first figures, in either case
@@ -177,7 +146,7 @@ class Display:
         self._wake, self._over = threading.Event(), False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="display")
         in_place = heading is not None and redraws(self._stream)
-        self._live = Live(self._stream, lambda width: self.line(width, clock())) if in_place else None
+        self._live = self._made_live() if in_place else None
 
     def __enter__(self) -> Display:
         if self._live:
@@ -275,8 +244,26 @@ class Display:
         room = width - len(head) - len(end) - 4 if width else sys.maxsize
         return "  ".join(filter(None, [head, _fitting(self._figures(now), room), end]))
 
-    def line(self, width: int, now: float) -> Line:
-        """Return the live line, in at most ``width`` columns."""
+    def _made_live(self) -> Live:
+        """Return the line that stays below printed output, computed each time it is drawn, until it is stopped."""
+        console = _Console(file=self._stream, force_terminal=True, highlight=False, emoji=False)
+        return Live(
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=bool(sys.stdout and sys.stdout.isatty()),  # including what a user's model prints
+            get_renderable=lambda: self._row(max(1, console.width - _ECHO)),
+        )
+
+    def _row(self, width: int) -> RenderableType:
+        """Return the live line: a bar between two texts."""
+        left, right = self.line(width, self._clock())
+        row = Table.grid(Column(no_wrap=True), Column(), Column(no_wrap=True), padding=(0, 1), expand=True)
+        row.add_row(Text(left), ProgressBar(self.total_steps or None, self._done), Text(right))
+        return Constrain(row, width)
+
+    def line(self, width: int, now: float) -> tuple[str, str]:
+        """Return the texts of the live line before and after its bar, in at most ``width`` columns."""
         heading = cropped(plain(str(self._heading)), max(12, width - 40))
         idle, phase = now - self._moved_at, self._phase
         if phase is not None:
@@ -285,7 +272,7 @@ class Display:
             left = f"{heading}  {self._steps()}"
             room = width - cell_len(left) - _BAR
             right = cropped(plain(self._late_step(idle) or _fitting(self._figures(now), room)), room)
-        return Line(left, right, self._done, self.total_steps or None)
+        return left, right
 
     def tick(self, now: float) -> None:
         """Report long phases and late steps if nothing is redrawn; called periodically by the display's thread."""

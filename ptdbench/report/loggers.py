@@ -58,7 +58,7 @@ class Service(Protocol):
         """Open the run, and return the service's name of it; empty if there is none."""
         ...
 
-    def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
+    def send(self, points: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
         """Add these points to the curves, and set the figures of the whole run."""
         ...
 
@@ -100,9 +100,9 @@ class TensorBoard:
             self._writer.add_text("kind", start.kind)
         return ""
 
-    def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
+    def send(self, points: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
         """See :class:`Service`; the figures written last count."""
-        for tag, value, step, at in found:
+        for tag, value, step, at in points:
             self._writer.add_scalar(tag, value, step, walltime=at)
         for tag, value in summary.items():
             self._writer.add_scalar(tag, value, last_step)
@@ -166,10 +166,10 @@ class WandB:
         )
         return str(self._run.id)
 
-    def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
+    def send(self, points: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
         """See :class:`Service`."""
         rows: dict[int, dict[str, float]] = defaultdict(dict)
-        for tag, value, step, _ in found:
+        for tag, value, step, _ in points:
             rows[step][tag] = value
         for step in sorted(rows):
             self._run.log(rows[step], step=step)
@@ -225,12 +225,12 @@ class Log:
             if not self._failure:
                 self._report(error)
 
-    def _send(self, record: RunRecord, found: Sequence[Scalar], first: int) -> None:
+    def _send(self, record: RunRecord, points: Sequence[Scalar], first: int) -> None:
         if not self._is_open:
             self._open(record, first)
-            found = [*scalars.evaluated_at(record, first), *found]  # opening purges events from this step on
+            points = [*scalars.evaluated_at(record, first), *points]  # opening purges events from this step on
         summary = {tag: value for tag, value in scalars.summary(record).items() if value is not None}
-        self._service.send(found, summary, max((record.steps or 0) - 1, 0))
+        self._service.send(points, summary, max((record.steps or 0) - 1, 0))
 
     def _open(self, record: RunRecord, first: int) -> None:
         path = self._directory / FILE

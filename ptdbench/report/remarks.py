@@ -161,13 +161,13 @@ _RECIPES = {
 _HELD_BACK = 0.01
 
 
-def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
+def of_rows(order: Ranking, named: Sequence[str]) -> list[str]:
     """Return sentences on the order, failures and measurements of the rows of a table, which are called ``named``."""
-    places = list(zip(named, found.places, strict=True))
+    places = list(zip(named, order.places, strict=True))
     by_name = [(name, place.alternative.median_run) for name, place in places]
-    records = [run for place in found.places for run in place.alternative.runs]
-    ranked = [place.alternative.median_run for place in found.places if place.rank]
-    certainty = ranking.remark(found)
+    records = [run for place in order.places for run in place.alternative.runs]
+    ranked = [place.alternative.median_run for place in order.places if place.rank]
+    certainty = ranking.remark(order)
     return [
         *([certainty] if certainty else []),
         *_devices(places),

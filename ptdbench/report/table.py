@@ -58,8 +58,8 @@ def render(records: Sequence[RunRecord], width: int = 100) -> str:
     batch move to the title if all runs have the same, the least important columns are omitted and named below, and
     words wrap; a figure is never truncated.
     """
-    found = alternatives.group(record for record in records if record.model)
-    shown = [_of_model(one, width) for one in columns.sections(found)]
+    trained = alternatives.group(record for record in records if record.model)
+    shown = [_of_model(section, width) for section in columns.sections(trained)]
     shown += [of_workload(record, width) for record in records if not record.model]
     return "\n\n".join(shown)
 

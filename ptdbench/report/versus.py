@@ -132,7 +132,7 @@ def _alone(
     """List the configurations that only one side has: ``before: ddp, fsdp``."""
     sides = {"before": before, "after": after}
     alone = {word: [called[key] for key in keys if key not in common] for word, keys in sides.items()}
-    return [f"{word}: {', '.join(found)}" for word, found in alone.items() if found]
+    return [f"{word}: {', '.join(names)}" for word, names in alone.items() if names]
 
 
 def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool) -> list[Pair]:
@@ -301,7 +301,7 @@ def _unit(comparison: Versus) -> str | None:
 
 
 def _short(text: str) -> str:
-    return re.sub(r"\b[0-9a-f]{40}\b", lambda found: found[0][:10], text)
+    return re.sub(r"\b[0-9a-f]{40}\b", lambda match: match[0][:10], text)
 
 
 def _rate(one: Alternative, more: str) -> str:

@@ -57,7 +57,7 @@ def interpreters(pythons: Sequence[str]) -> list[Side]:
     Raises:
         ConfigError: One is not an interpreter, or lacks ptdbench.
     """
-    found = []
+    sides = []
     for name, python in zip(("before", "after"), pythons, strict=True):
         if (path := shutil.which(python)) is None:
             raise ConfigError([Problem("--python", python, "there is no such interpreter", "try old/bin/python")])
@@ -69,8 +69,8 @@ def interpreters(pythons: Sequence[str]) -> list[Side]:
             reason = (tried.stderr.strip().splitlines() or ["it says nothing"])[-1]
             rule, remedy = f"it cannot run ptdbench: {reason}", f"install ptdbench there: {python} -m pip install ..."
             raise ConfigError([Problem("--python", python, rule, remedy)])
-        found.append(Side(name, path, Path.cwd()))
-    return found
+        sides.append(Side(name, path, Path.cwd()))
+    return sides
 
 
 @contextmanager
@@ -131,8 +131,8 @@ def _checked_out(tree: Path, top: Path) -> Side:
     for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         folder = Path(entry).resolve()  # an empty entry is the current folder
         path.append(tree / folder.relative_to(top) if folder.is_relative_to(top) else folder)
-    found = dict.fromkeys([*search_path.standard(), *(str(folder) for folder in path if folder.exists())])
-    return Side(tree.name, sys.executable, here, {**os.environ, "PYTHONPATH": os.pathsep.join(found)})
+    folders = dict.fromkeys([*search_path.standard(), *(str(folder) for folder in path if folder.exists())])
+    return Side(tree.name, sys.executable, here, {**os.environ, "PYTHONPATH": os.pathsep.join(folders)})
 
 
 def _require_from_checkout(side: Side, folder: Path, top: Path, overrides: Sequence[str]) -> None:
@@ -187,13 +187,13 @@ def _both_sides(directory: Path, count: int) -> list[Compared]:
         for side in ("before", "after")
     ]
     try:
-        found = versus.match(*([run for run in of_side if run.model] for of_side in runs))
+        comparison = versus.match(*([run for run in of_side if run.model] for of_side in runs))
     except versus.Incomparable:  # explained when the results are shown
         return []
     return [
-        Compared(one.before, one.after, f"before and after of {one.label}")
-        for one in found.pairs
-        if one.before.sample and one.after.sample
+        Compared(pair.before, pair.after, f"before and after of {pair.label}")
+        for pair in comparison.pairs
+        if pair.before.sample and pair.after.sample
     ]
 
 

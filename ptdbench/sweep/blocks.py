@@ -93,8 +93,8 @@ class Compared:
 def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
     """Return every pair of a sweep's comparable alternatives, from its first ``blocks`` blocks only."""
     earlier = [run for run in store.read_results(directory) if (run.option("repeat.block", int) or 0) < blocks]
-    found = [one for one in alternatives.group(earlier) if one.sample]
-    return [Compared(*pair) for group in alternatives.comparable(found) for pair in combinations(group, 2)]
+    measured = [alternative for alternative in alternatives.group(earlier) if alternative.sample]
+    return [Compared(*pair) for group in alternatives.comparable(measured) for pair in combinations(group, 2)]
 
 
 @dataclass

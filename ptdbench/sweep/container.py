@@ -36,15 +36,15 @@ def check(container: Container, srun_help: Callable[[], str] = slurm.srun_help) 
     """
     if container.image is None:
         return []
-    found = [
+    problems = [
         Problem("cluster.container.mounts", mount, "must be a path, or HOST:CONTAINER[:ro]", "give absolute paths")
         for mount in container.mounts
         if not all(part.startswith(("/", "~")) for part in mount.removesuffix(":ro").split(":"))
     ]
     if container.kind == "pyxis" and not re.search("--container-image[ =]", srun_help()):
         rule = "is a plugin of SLURM, which srun does not have here"
-        found.append(Problem("cluster.container.kind", "pyxis", rule, "try apptainer"))
-    return found
+        problems.append(Problem("cluster.container.kind", "pyxis", rule, "try apptainer"))
+    return problems
 
 
 def folders(config: Config, outputs: Path | None) -> list[Path]:
@@ -107,5 +107,5 @@ def _is_installed() -> bool:
 
 def outermost(paths: Iterable[Path]) -> list[Path]:
     """Return the folders that are not inside others."""
-    found = sorted(set(paths))
-    return [path for path in found if not any(other in path.parents for other in found)]
+    ordered = sorted(set(paths))
+    return [path for path in ordered if not any(other in path.parents for other in ordered)]

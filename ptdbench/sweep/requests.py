@@ -135,8 +135,8 @@ def _beginning(read: Config, goes_on: Path | None) -> Manifest | None:
 
 def _check_model(read: Config, goes_on: Path | None) -> None:
     """Refuse to resume from a checkpoint of another model, before that which a record names is built."""
-    found, model = _beginning(read, goes_on), read.resolved.get("model")
-    if found and isinstance(model, dict) and (other := record.other_model(found.model, model)):
+    manifest, model = _beginning(read, goes_on), read.resolved.get("model")
+    if manifest and isinstance(model, dict) and (other := record.other_model(manifest.model, model)):
         rule = f"resume={read.resolved.get('resume') or goes_on} holds {other}"
         raise ConfigError([Problem("model", model.get("name"), rule, "a run begins with the weights of its model")])
 
@@ -145,14 +145,14 @@ def _check_beginning(read: Config, goes_on: Path | None) -> None:
     """Refuse a run whose ``resume`` names no complete checkpoint, or one after its last step."""
     if (named := read.general.resume) is None or (goes_on and store.is_sweep(goes_on)):
         return
-    if (found := _beginning(read, goes_on)) is None:
+    if (manifest := _beginning(read, goes_on)) is None:
         rule = "holds no complete checkpoint"
         raise ConfigError([Problem("resume", named, rule, "omit it to start over; see checkpoint.every_steps")])
-    evaluated = [one["step"] for one in found.facts.get("evaluations", [])][-1:] == [found.step]
+    evaluated = [evaluation["step"] for evaluation in manifest.facts.get("evaluations", [])][-1:] == [manifest.step]
     examines = read.profile.trace or (read.eval.every and not evaluated)
-    if goes_on is None and found.step >= read.train.steps and not examines:
-        rule = f"resume={named} has taken {plural(found.step, 'step')}, and none is left"
-        remedy = f"try {2 * found.step}, to train on from there, or profile=true, to trace steps of it"
+    if goes_on is None and manifest.step >= read.train.steps and not examines:
+        rule = f"resume={named} has taken {plural(manifest.step, 'step')}, and none is left"
+        remedy = f"try {2 * manifest.step}, to train on from there, or profile=true, to trace steps of it"
         raise ConfigError([Problem("train.steps", read.train.steps, rule, remedy)])
 
 

@@ -83,12 +83,12 @@ def settle(directory: Path) -> Sweep:
     results = _results(directory, damage.append)
     doubtful = [job for job in jobs if not _is_final(results.get(job.directory))]
     try:
-        found, queue = _ask(doubtful)
+        by_directory, queue = _ask(doubtful)
         silence = ""
     except SlurmError as error:
-        found, queue, silence = {}, {}, str(error)
-    jobs = [found.get(job.directory, job) for job in jobs]
-    gone = [job for job in found.values() if job.id and _is_gone(queue.get(job.id))]
+        by_directory, queue, silence = {}, {}, str(error)
+    jobs = [by_directory.get(job.directory, job) for job in jobs]
+    gone = [job for job in by_directory.values() if job.id and _is_gone(queue.get(job.id))]
     if gone:
         try:
             _record_ends(directory, gone, queue)
@@ -125,27 +125,27 @@ def _was_killed(run: Run) -> bool:
 def _of_this_machine(directory: Path, results: Mapping[str, RunRecord], submitted: Collection[str]) -> Iterator[Run]:
     """Yield the runs without a job; an open result is ignored, as the record of a repeated run is more recent."""
     paths = store.holding(directory, store.RECORD) if store.is_sweep(directory) else [directory, *directory.glob("*")]
-    found, places = dict(results), {}
+    runs, places = dict(results), {}
     for path in (one for one in paths if (one / store.RECORD).exists()):
         name = path.resolve().name if path == directory else str(path.relative_to(directory))
         if name not in submitted:
             places[name] = path
-            if name not in found or found[name].is_open:
-                found[name] = record_of(path)
-    for name, record in found.items():
+            if name not in runs or runs[name].is_open:
+                runs[name] = record_of(path)
+    for name, record in runs.items():
         yield Run(name, None, None, record, not record.is_open, read_progress(places.get(name, directory / name)))
 
 
 def _jobs(directory: Path, tell: Callable[[str], object]) -> list[ledger.Job]:
     """Return the jobs of a sweep, without runs outside its directory, which a foreign ledger must not reach."""
     try:
-        found = ledger.read(directory).jobs
+        jobs = ledger.read(directory).jobs
     except (PermissionError, store.Damaged) as damaged:
         tell(f"{damaged}; what SLURM says of its jobs is not shown")
         return []
-    if elsewhere := ", ".join(str(job.number) for job in found if not _is_below(job)):
+    if elsewhere := ", ".join(str(job.number) for job in jobs if not _is_below(job)):
         tell(f"{directory / ledger.LEDGER}: not below the sweep, and left out: the runs of jobs {elsewhere}")
-    return [job for job in found if _is_below(job)]
+    return [job for job in jobs if _is_below(job)]
 
 
 def _is_below(job: ledger.Job) -> bool:
@@ -174,12 +174,12 @@ def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, J
         raise SlurmError(f"its jobs are on cluster {', '.join(others)}, and this is {', '.join(slurm.clusters())}")
     queue = slurm.queue(job.id for job in jobs if job.id)
     by_name = slurm.named(job.name for job in jobs if not job.id)  # the process that submitted them was killed
-    found = {job.directory: job for job in jobs}
+    by_directory = {job.directory: job for job in jobs}
     for job in jobs:
         if not job.id and (state := by_name.get(job.name, {}).get(job.element)):
-            found[job.directory] = ledger.with_id(job, state.id)
+            by_directory[job.directory] = ledger.with_id(job, state.id)
             queue[state.id] = state
-    return found, queue
+    return by_directory, queue
 
 
 def conclude(sweep: Path, subdirectory: str, cause: Failure, status: str | None = None) -> RunRecord:

@@ -308,14 +308,14 @@ def show_test_only(runs: Sequence[Run], options: Mapping[str, Any]) -> int:
 
 def require_accepted(runs: Sequence[Run], options: Mapping[str, Any]) -> None:
     """Raise a ConfigError with SLURM's message for every array that it would refuse."""
-    found = []
+    problems = []
     for array, answer in _answers(runs, options):
         if isinstance(answer, SlurmError):
             first, *_ = array[0]
             count = f" ({len(array)} jobs)" if len(array) > 1 else ""
             rule = f"nothing was submitted, because SLURM refuses {first.shape}{count}: {answer}"
-            found.append(Problem("cluster", first.cluster.name, rule))
-    require(*found)
+            problems.append(Problem("cluster", first.cluster.name, rule))
+    require(*problems)
 
 
 def _answers(runs: Sequence[Run], options: Mapping[str, Any]) -> Iterator[tuple[list[list[Run]], str | SlurmError]]:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ptdbench.report.display import Display, Heading, Line
+from ptdbench.report.display import Display, Heading
 from ptdbench.terminal import echo
 
 TINY = Heading("gpt_tiny ddp")
@@ -204,7 +204,7 @@ class TestLiveLine:
     def test_a_phase(self, terminal, wall):
         display = shown(terminal, wall, Heading("gpt_tiny ddp", 2))
         display.phase("building")
-        assert display.line(80, 57.5) == Line("[2] gpt_tiny ddp · building… 0:07", "", 0, None)
+        assert display.line(80, 57.5) == ("[2] gpt_tiny ddp · building… 0:07", "")
 
     @pytest.mark.parametrize(
         ("width", "right"),
@@ -221,18 +221,17 @@ class TestLiveLine:
         display.step(1, 60.0)
         display.remark = "held-out 97.2 %"
         at_step(display, 11, 65.0)
-        line = display.line(width, 65.0)
-        assert (line.left, line.right) == ("[2/8] gpt_tiny ddp  step 11/100", right)
+        assert display.line(width, 65.0) == ("[2/8] gpt_tiny ddp  step 11/100", right)
 
     def test_live_line_names_late_steps_and_cuts_titles(self, terminal, wall):
         display = begun(terminal, wall)
         display.step(1, 51.0)
         at_step(display, 11, 61.0)
-        assert display.line(80, 65.0).right.endswith("1:25 left")
-        assert display.line(80, 73.0).right == "step 12: 12 s, before 1 s each"
-        line = shown(terminal, wall, Heading("\x1b[2J" + "x" * 300)).line(80, 50.0)
-        assert len(line.left) < 70
-        assert line.left.startswith("\\x1b[2Jxxx")
+        assert display.line(80, 65.0)[1].endswith("1:25 left")
+        assert display.line(80, 73.0)[1] == "step 12: 12 s, before 1 s each"
+        left, _ = shown(terminal, wall, Heading("\x1b[2J" + "x" * 300)).line(80, 50.0)
+        assert len(left) < 70
+        assert left.startswith("\\x1b[2Jxxx")
 
 
 class TestTerminal:

@@ -22,7 +22,7 @@ def test_the_defaults_are_typed():
     assert asked.eval == config.Eval(every=None, micro_batch=64)
     assert asked.cluster == config.Cluster("local", "auto", "auto", "auto")
     assert asked.general == config.General(
-        "fp32", "fused", False, "none", 0, "auto", "auto", None, False, 10, False, "throughput", 0.1
+        "fp32", "fused", False, "none", 0, "auto", "auto", None, False, 10, "throughput", 0.1
     )
     assert asked.checkpoint == config.Checkpoint(None, 3, True)
     call = asked.call("parallel")

@@ -69,7 +69,7 @@ def _thinned(*curves: np.ndarray) -> np.ndarray:
     for values in curves:
         finite = values[np.isfinite(values)]
         known = np.where(np.isfinite(values), values, np.median(finite) if len(finite) else 0.0)  # no extremes
-        kept += [part[found] for part in parts for found in (known[part].argmin(), known[part].argmax())]
+        kept += [part[extreme] for part in parts for extreme in (known[part].argmin(), known[part].argmax())]
     return np.unique(kept)
 
 
