@@ -58,15 +58,11 @@ _provers: list[_Prover] = []
 @contextmanager
 def in_one_process() -> Iterator[_Prover]:
     """Within the context, one process proves all plans; it starts with the first proof that is not cached."""
-    if _provers:
+    with ExitStack() as stack:
+        if not _provers:
+            _provers.append(stack.enter_context(_Prover()))
+            stack.callback(_provers.clear)
         yield _provers[0]
-        return
-    with _Prover() as prover:
-        _provers.append(prover)
-        try:
-            yield prover
-        finally:
-            _provers.clear()
 
 
 def prove(model: Model, example: tuple[Any, Tensor], ranks: int) -> str | None:
