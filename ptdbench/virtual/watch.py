@@ -322,10 +322,10 @@ class _Watch:
             return
         try:
             (self._log.mark if logged else self._log.begin)()
+            if logged == LOGGED:
+                self._log.end()
         except Exception as error:
             self._give_up_log(str(error))
-        if logged == LOGGED:
-            self._log.end()
 
     def _give_up_log(self, why: str) -> None:
         if self._log:
