@@ -141,9 +141,10 @@ class Log:
             raise RuntimeError(PROFILED)
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError("they end inside the backward pass")
-        facts = {**identity(), "pid": os.getpid(), "alone": bool(os.environ.get(ALONE)), "torch": torch.__version__}
-        facts["device"] = torch.cuda.get_device_name()
-        path = f"{self._folder}/{facts['rank'] if facts['rank'] >= 0 else os.getpid()}"
+        me, pid = identity(), os.getpid()
+        of_torch = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+        facts = {**me, "pid": pid, "alone": bool(os.environ.get(ALONE)), **of_torch}
+        path = f"{self._folder}/{me['rank'] if me['rank'] >= 0 else pid}"
         Path(str(self._folder)).mkdir(parents=True, exist_ok=True)
         if not ctypes.CDLL(None).ptdbench_virtual_log(path.encode(), json.dumps(facts).encode()):
             raise OSError(f"{LOGS}={self._folder}: the log cannot be written there")
@@ -181,8 +182,10 @@ def identity() -> dict[str, int]:
 
 def _profile() -> None:
     """Start torch's profiler in this thread and those of its backward passes, without shapes, stacks or memory."""
-    from torch._C import _autograd, _profiler
+    from torch._C import _autograd
+    from torch._C import _profiler as of_torch
 
+    _profiler: Any = of_torch
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it says nothing
     config = _profiler.ProfilerConfig(_profiler.ProfilerState.KINETO, *[False] * 5, _profiler._ExperimentalConfig())
     activities = {_profiler.ProfilerActivity.CPU, _profiler.ProfilerActivity.CUDA}
@@ -319,10 +322,10 @@ class _Watch:
             return
         try:
             (self._log.mark if logged else self._log.begin)()
+            if logged == LOGGED:
+                self._log.end()
         except Exception as error:
             self._give_up_log(str(error))
-        if logged == LOGGED:
-            self._log.end()
 
     def _give_up_log(self, why: str) -> None:
         if self._log:

@@ -121,6 +121,28 @@ def test_out_of_memory_names_the_way_to_learn_the_need(virtual):
     assert "no predicted time: it took 1, and 4 are needed, 2 of them to warm up" in ample.stdout
 
 
+PROFILED = """
+import torch
+from torch.profiler import profile, schedule
+
+model = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+with profile(schedule=schedule(wait=2, warmup=1, active=1, repeat=1)) as profiler:
+    for _ in range(5):
+        model(torch.ones(8, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        profiler.step()
+print(sum(event.key.startswith("aten::mm") for event in profiler.key_averages()), "product")
+"""
+
+
+def test_profiler_of_the_program_goes_first(virtual, tmp_path):
+    (tmp_path / "profiled.py").write_text(PROFILED)
+    done = virtual("h100", "--", sys.executable, "profiled.py")
+    assert done.stdout.startswith("1 product\n"), done.stderr
+    assert "no predicted time: its steps cannot be logged: its own profiler runs meanwhile" in done.stdout
+
+
 def test_crash_of_the_library_says_so(virtual):
     program = "import ctypes, torch; torch.ones(3, device='cuda'); ctypes.CDLL(None).cudaMemGetInfo(8, 8)"
     done = virtual("h100", "--", sys.executable, "-c", program)
