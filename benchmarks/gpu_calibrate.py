@@ -68,7 +68,8 @@ def attention(device: torch.device, lengths: Sequence[int]) -> Iterator[Work]:
 
 def memory(device: torch.device, sizes: Sequence[int]) -> Iterator[Work]:
     """Yield kernels of ten families, by a name of each, with the tensors of one size that each reads and writes."""
-    gated, normed = (torch.compile(of, disable=device.type == "cpu") for of in (_gated, _normed))
+    compiled = partial(torch.compile, disable=device.type == "cpu")
+    gated, normed = compiled(lambda x, y: F.silu(x) * y), compiled(lambda x, y: F.rms_norm(x + y, (WIDTH,)))
     for size in sizes:
         x, y, out = (torch.randn(size // 2 // WIDTH, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(3))
         ones, rows = torch.ones(WIDTH, device=device, dtype=x.dtype), torch.randperm(len(x), device=device)
@@ -90,14 +91,6 @@ def memory(device: torch.device, sizes: Sequence[int]) -> Iterator[Work]:
         }
         for name, (times, call) in calls.items():
             yield Work("memory", memory_share(name)[2], (times * size,), times * size, call)
-
-
-def _gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.silu(x) * y
-
-
-def _normed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x + y, (WIDTH,))
 
 
 def copies(device: torch.device, sizes: Sequence[int]) -> Iterator[Work]:

@@ -156,7 +156,7 @@ def make(
                 records.append(strict(planned))
                 name = run.subdirectory.partition("_")[2] or run.config.label  # without its number
                 fastest = max(fastest, _rate(records[-1], name))
-                if uncached and fastest[1]:
+                if uncached and fastest[1] and len(records) < len(of.configs):
                     echo(fastest[1], sys.stderr)
     except local.Stopped as signalled:
         stopped = signalled
@@ -265,7 +265,7 @@ def _fields(plan: _Uncached, execute: Execute, cores: int) -> dict[str, Any]:
 
     started = time.monotonic()
     try:
-        of_tries = plan.key and {**{name: plan.key[name] for name in _OF_TRIES}, "package": _package(_AFTER_TRIES)}
+        of_tries = plan.key and _of_tries(plan.key, plan.config)
         request = memory_plan.PlanRequest(plan.config, plan.is_free, plan.title, execute, cores, of_tries, plan.again)
         fields = memory_plan.plan(request)
     except ConfigError as refused:
@@ -279,6 +279,14 @@ def _fields(plan: _Uncached, execute: Execute, cores: int) -> dict[str, Any]:
         except OSError as error:
             echo(f"cannot cache the plan: {error.strerror}", sys.stderr)
     return fields
+
+
+def _of_tries(key: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return what the tries of a plan depend on, of its key: not the costs that were measured on its GPU."""
+    machine = choices.virtual(config)
+    costs = str(Path(machine.gpu.costs).expanduser()) if machine else ""
+    files = {path: stamp for path, stamp in key["files"].items() if path != costs}
+    return {**{name: key[name] for name in _OF_TRIES}, "files": files, "package": _package(_AFTER_TRIES)}
 
 
 def _failed(error: Exception) -> dict[str, Any]:

@@ -99,11 +99,11 @@ static size_t bytes_casting(struct call *c) {
     return bytes * int_at(c, 0);
 }
 
-/* The c10::ScalarType of each tensor, after a functor whose size its name does not say; NULL if there are none. */
+/* The c10::ScalarType of each tensor, after a functor of unknown size, perhaps an address; NULL if there are none. */
 static const int8_t *types_after(const char *functor, int tensors) {
-    for (size_t bytes = 1; bytes <= 16; bytes += bytes < 4 ? 3 : 4) {
+    uint64_t first = *(const uint64_t *)functor;
+    for (int bytes = first >> 40 && !(first >> 47) ? 8 : 1, count = 0; bytes <= 16; bytes += bytes < 4 ? 3 : 4, count = 0) {
         const int8_t *types = (const int8_t *)functor + bytes;
-        int count = 0;
         while (count < tensors && size_of_scalar(types[count])) count++;
         if (count == tensors) return types;
     }

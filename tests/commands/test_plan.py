@@ -366,6 +366,14 @@ def test_the_key_has_the_files_that_options_name(key, tmp_path, option):
     assert key(*words) != made
 
 
+def test_costs_measured_on_a_gpu_are_in_the_key_of_a_plan_and_not_in_that_of_its_tries(key, tmp_path):
+    path = tmp_path / "costs.json"
+    path.touch()
+    made = key(f"virtual.gpu.costs={path}")
+    assert str(path) in made["files"]
+    assert str(path) not in plans._of_tries(made, small("parallel=ddp", f"virtual.gpu.costs={path}"))["files"]
+
+
 def test_the_key_has_the_files_of_a_package_that_keeps_its_version(key, monkeypatch, tmp_path):
     sizes = tmp_path / "site-packages" / "somebodys_models" / "sizes.yaml"
     sizes.parent.mkdir(parents=True)

@@ -77,6 +77,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "scale": lambda: x * 2,
         "compare": lambda: x == halves[0][:, :1],
         "where": lambda: torch.where(wide > 0, wide, wide),
+        "power": lambda: torch.pow(empty(dtype=torch.float64), wide),
         "transpose": lambda: x.t().contiguous(),
         "narrow": wide.bfloat16,
         "widen": x.float,

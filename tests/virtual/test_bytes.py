@@ -20,6 +20,7 @@ BYTES = {
     "scale": [2 * 2 * N],
     "compare": [2 * N + 2 * 64 + N],  # a truth has one byte
     "where": [4 * N + N, N + 3 * 4 * N],
+    "power": [2 * 4 * N + 8],  # of a number of another type, behind an address in the functor
     "transpose": [2 * 2 * N],
     "narrow": [(4 + 2) * N],
     "widen": [(2 + 4) * N],
