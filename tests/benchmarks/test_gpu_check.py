@@ -18,11 +18,6 @@ from tests.report.made import made
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-@pytest.fixture
-def on_cpu(tmp_path: Path) -> Session:
-    return Session("cpu", {}, tmp_path)
-
-
 class Scripted(Session):
     def __init__(self, *records: dict[str, Any], device: str = H100, **options: Any) -> None:
         super().__init__("cuda", {"devices": [device]}, Path("nowhere"), **options)
@@ -135,16 +130,6 @@ def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None
     parts.two_ranks(of)
     passed = ["single", "ddp of 2", "fsdp of 2", "tp of 2", "ulysses of 2", "ring of 2"]
     assert verdicts(of) == {**dict.fromkeys(passed, True), "pdp of 2": False}
-
-
-@pytest.mark.ranks
-def test_what_is_refused_because_of_gloo_is_told_as_that(on_cpu: Session) -> None:
-    on_one_gpu = ("virtual=h100", "device=auto", "backend=gloo", "cluster.ranks_per_node=2")
-    parts.follows_over_gloo(on_cpu, "pdp of 2", [5.0], "model=gpt_tiny", "parallel=pdp", *on_one_gpu)
-    (check,) = on_cpu.checks
-    assert check["passed"]
-    assert check["said"].startswith("not carried by gloo: ")
-    assert "backend=gloo: cannot send GPU tensors" in check["said"]
 
 
 def test_each_check_is_kept_at_once_and_a_part_replaces_what_it_found_before(tmp_path: Path) -> None:

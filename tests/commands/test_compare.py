@@ -164,10 +164,10 @@ class TestRefused:
 def test_reading_commands_import_no_torch(sides, environ):
     """It imports no torch: that would cost seconds each time somebody looks."""
     before, after = map(str, sides)
-    typed = [["compare", before, after], ["explain", before], ["report", before]]
+    typed = [["compare", before, after], ["explain", before], ["report", before], ["status", before]]
     calls = [f"sys.argv = {['ptdbench', *words]}; found.append(main())" for words in typed]
     program = ["import sys", "from ptdbench.__main__ import main", "found = []", *calls]
-    program += ["assert found == [1, 1, 0]", "assert 'torch' not in sys.modules"]
+    program += ["assert found == [1, 1, 0, 0]", "assert 'torch' not in sys.modules"]
     done = call(sys.executable, "-c", "\n".join(program), cwd=ROOT, environ=environ)
     assert done.returncode == 0, done.stderr
 

@@ -8,7 +8,6 @@ from ptdbench.comparison import alternatives
 from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.comparison.ranking import rank
 from ptdbench.records import ledger, store
-from ptdbench.records.effects import leaves
 from ptdbench.report.labels import names
 from tests.report.made import failed, repeated, run
 
@@ -112,15 +111,6 @@ def test_one_that_never_knew_its_world_belongs_to_those_that_asked_for_the_same(
     assert identity in alternatives.by_identity([known])
     other = {**known.config, "cluster": {"nodes": 4, "ranks_per_node": 4}}
     assert len(alternatives.group([lost[0] | {"config": other}, known])) == 2
-
-
-def test_options_that_are_ignored_tell_nothing_apart():
-    old, new = run("ddp"), run("ddp")
-    new.config = {**new.config, "parallel": {**new.config["parallel"], "new": 1}, "group": {"option": 2}}
-    ignored = dict(leaves(new.config)).keys() - dict(leaves(old.config)).keys()
-    assert ignored == {"parallel.new", "group.option"}
-    assert len(alternatives.group([old, new])) == 2
-    assert len(alternatives.by_identity([old, new], ignored)) == 1
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,6 @@ class TestSound:
         assert make(world=rank_of(4)).training.layout.replicas == 4
         assert make("cluster.ranks_per_node=2", world=rank_of(4, local_size=2)).training.layout.replicas == 4
 
-    @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("pdp", 2)])
-    def test_ranks_without_a_gpu(self, strategy, ranks):
-        assert make(f"parallel={strategy}").world_size == ranks
-
 
 RING = "parallel=ddp parallel.context=2 parallel.context_method=ring"
 CLASSIFIER = "model=custom model._target_=tests.setup.test_run_spec.Classifier data.inputs=4 data.outputs=4"

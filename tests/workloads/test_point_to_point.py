@@ -78,12 +78,6 @@ def test_too_much_memory_is_refused(monkeypatch, workload, options):
         workload.measure(job, options)
 
 
-def test_gloo_cannot_send_what_is_on_a_gpu():
-    with pytest.raises(ConfigError, match=r"^backend=gloo: cannot send GPU tensors; try nccl, or device=cpu$"):
-        PointToPoint().check(2, "cuda", "gloo")
-    PointToPoint().check(2, "cuda", "nccl")
-
-
 @pytest.mark.parametrize(("name", "made"), [("p2p", PointToPoint()), ("collectives", Collectives())])
 def test_the_options_and_their_defaults_are_said_twice_and_alike(name, made):
     options = composed(f"workload={name}").workload
