@@ -25,15 +25,12 @@ pytestmark = pytest.mark.ranks
 SHORT = (*FAULTY, "train.steps=5")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rank", "how", "status", "kind", "message"),
-    [
-        ("fsdp", 1, "raise", "failed", "RuntimeError", "this one is on purpose"),
-        ("ddp", 0, "kill", "failed", "SIGKILL", "killed by SIGKILL"),
-        ("fsdp", 1, "crash", "failed", "SIGSEGV", "killed by SIGSEGV (an invalid memory access in native code)"),
-        ("fsdp", 0, "limit", "oom", "RuntimeError", "allocate memory"),  # of the address space
-    ],
-)
+@pytest.mark.parametrize(("strategy", "rank", "how", "status", "kind", "message"), [
+    ("fsdp", 1, "raise", "failed", "RuntimeError", "this one is on purpose"),
+    ("ddp", 0, "kill", "failed", "SIGKILL", "killed by SIGKILL"),
+    ("fsdp", 1, "crash", "failed", "SIGSEGV", "killed by SIGSEGV (an invalid memory access in native code)"),
+    ("fsdp", 0, "limit", "oom", "RuntimeError", "allocate memory"),  # of the address space
+])  # fmt: skip
 def test_first_failing_rank_and_reason_are_recorded(run, strategy, rank, how, status, kind, message):
     record = run(*SHORT, f"parallel={strategy}", f"+model.how={how}", f"+model.rank={rank}")
     error = record["error"]

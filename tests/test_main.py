@@ -116,13 +116,10 @@ def test_a_folder_that_somebody_sent_is_read_and_runs_nothing(sweep, environ, wo
     assert command != "report" or '"answer": 42' in (sweep.path / "report.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "remedy"),
-    [
-        ("expalin", "try explain"), ("explain --jsno a", "try --json"), ("plan --model toy", "try model=toy"),
-        ("sbatch --model=toy", "try model=toy"), ("status a b", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "remedy"), [
+    ("expalin", "try explain"), ("explain --jsno a", "try --json"), ("plan --model toy", "try model=toy"),
+    ("sbatch --model=toy", "try model=toy"), ("status a b", ""),
+])  # fmt: skip
 def test_a_mistyped_word_is_refused_with_what_may_have_been_meant(ptdbench, capsys, words, remedy):
     with pytest.raises(SystemExit) as ended:
         ptdbench(*words.split())

@@ -175,17 +175,14 @@ def profiled(other: float = 0.001, weights: int = 51, activations: int = 40, unk
     return {**trained(peak=100), "phases": phases, "memory": {"ranks": kinds}}
 
 
-@pytest.mark.parametrize(
-    ("record", "passed", "said"),
-    [
-        (profiled(0.004), [True, True], ""), (profiled(0.006), [False, True], ""),
-        (profiled(0.004, weights=48, unknown=12), [True, False], ""),
-        (profiled(weights=31, unknown=4), [True, False], ""), (profiled(activations=0, weights=60), [True, False], ""),
-        ({**profiled(), "memory": {"reason": "no allocation was seen"}}, [False], "no allocation was seen"),
-        ({**trained(), "phases": {"steps": 0, "reason": "no trace"}}, [False], "no trace"),
-        (failed(), [False], "failed"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("record", "passed", "said"), [
+    (profiled(0.004), [True, True], ""), (profiled(0.006), [False, True], ""),
+    (profiled(0.004, weights=48, unknown=12), [True, False], ""),
+    (profiled(weights=31, unknown=4), [True, False], ""), (profiled(activations=0, weights=60), [True, False], ""),
+    ({**profiled(), "memory": {"reason": "no allocation was seen"}}, [False], "no allocation was seen"),
+    ({**trained(), "phases": {"steps": 0, "reason": "no trace"}}, [False], "no trace"),
+    (failed(), [False], "failed"),
+])  # fmt: skip
 def test_what_is_not_explained_of_a_step_is_limited(record: dict[str, Any], passed: list[bool], said: str) -> None:
     of = Scripted(*[record] * len(parts.LAYOUTS))
     parts.explained(of)

@@ -57,13 +57,10 @@ def broken(check: object, *arguments: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        *((content, "manifest.json is not a manifest") for content in ("", '{"step": 7, "wor', "[]", "{}")),
-        ('{"sha256": "00", "step": 7}', "manifest.json does not match its checksum"),
-    ],
-)
+@pytest.mark.parametrize(("content", "told"), [
+    *((content, "manifest.json is not a manifest") for content in ("", '{"step": 7, "wor', "[]", "{}")),
+    ('{"sha256": "00", "step": 7}', "manifest.json does not match its checksum"),
+])  # fmt: skip
 def test_malformed_manifest_is_broken(tmp_path, written, content, told):
     (tmp_path / "manifest.json").write_text(content)
     assert broken(checkpoint_dir.read_manifest, tmp_path) == told

@@ -180,18 +180,15 @@ def test_its_help_says_what_the_exit_statuses_mean(compare):
         assert f" {number}: " in said
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("outputs", "compare=outputs: takes two directories, before and after; give both, or "),
-        ("--python python3", "--python=python3: two sides are compared; give --python twice, or --checkout twice"),
-        ("--python a --python b --checkout c", "--python=a, b: two sides are compared; "),
-        ("BOTH repeat=3,5", "repeat.runs=3,5: a sweep has one; "),
-        ("BOTH repeat.block=3", "repeat.block=3: is set for each block of both sides; omit it"),
-        ("BOTH workload=hello", "workload=hello: only training can be compared; omit it"),
-        ("BOTH repeat=0", "repeat.runs=0: must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("outputs", "compare=outputs: takes two directories, before and after; give both, or "),
+    ("--python python3", "--python=python3: two sides are compared; give --python twice, or --checkout twice"),
+    ("--python a --python b --checkout c", "--python=a, b: two sides are compared; "),
+    ("BOTH repeat=3,5", "repeat.runs=3,5: a sweep has one; "),
+    ("BOTH repeat.block=3", "repeat.block=3: is set for each block of both sides; omit it"),
+    ("BOTH workload=hello", "workload=hello: only training can be compared; omit it"),
+    ("BOTH repeat=0", "repeat.runs=0: must be at least 1"),
+])  # fmt: skip
 def test_sides_that_cannot_take_turns(compare, words, said):
     status, out, errors = compare(*words.replace("BOTH", "--checkout a --checkout b --").split())
     assert (status, out, len(errors)) == (2, "", 1)

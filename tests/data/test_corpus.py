@@ -45,17 +45,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr("ptdbench.data.corpus._BLOCK_BYTES", 8)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (b"ab\ncd\nefghijkl\n", [b"ab\ncd\n", b"efghijk", b"l\n"]),  # lines, and none that fits
-        (b"0123456789", [b"0123456", b"789"]),
-        ("äöüßéè".encode(), ["äöü".encode(), "ßéè".encode()]),
-        ("a🙂b🙂".encode(), ["a🙂b".encode(), "🙂".encode()]),
-        (b"exactly\n" * 2, [b"exactly\n", b"exactly\n"]),
-        (b"\x80" * 20, [b"\x80" * 8, b"\x80" * 8, b"\x80" * 4]),  # no UTF-8
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    (b"ab\ncd\nefghijkl\n", [b"ab\ncd\n", b"efghijk", b"l\n"]),  # lines, and none that fits
+    (b"0123456789", [b"0123456", b"789"]),
+    ("äöüßéè".encode(), ["äöü".encode(), "ßéè".encode()]),
+    ("a🙂b🙂".encode(), ["a🙂b".encode(), "🙂".encode()]),
+    (b"exactly\n" * 2, [b"exactly\n", b"exactly\n"]),
+    (b"\x80" * 20, [b"\x80" * 8, b"\x80" * 8, b"\x80" * 4]),  # no UTF-8
+])  # fmt: skip
 def test_long_documents_are_cut_at_lines(tmp_path, small_blocks, text, expected):
     (tmp_path / "long.txt").write_bytes(text)
     text_blocks = list(blocks(Part(files_at(tmp_path))))

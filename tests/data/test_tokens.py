@@ -54,21 +54,18 @@ def test_large_tokens_are_refused(path):
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content[:-1],
-        lambda content: content + b"x",
-        lambda content: content[:HEADER_BYTES],
-        lambda content: content[:100],
-        lambda content: b"",
-        lambda content: bytes(HEADER_BYTES) + content[HEADER_BYTES:],  # the header was never written
-        lambda content: content.replace(b"tokens 2", b"tokens 1"),
-        lambda content: content.replace(b'"bytes": 57', b'"bytes": 057'),
-        lambda content: content.replace(b'"bytes": 57', b'"bytes": ??'),
-        lambda content: content.replace(b'"digest": "', b'"digest": "x'),
-    ],
-)
+@pytest.mark.parametrize("damage", [
+    lambda content: content[:-1],
+    lambda content: content + b"x",
+    lambda content: content[:HEADER_BYTES],
+    lambda content: content[:100],
+    lambda content: b"",
+    lambda content: bytes(HEADER_BYTES) + content[HEADER_BYTES:],  # the header was never written
+    lambda content: content.replace(b"tokens 2", b"tokens 1"),
+    lambda content: content.replace(b'"bytes": 57', b'"bytes": 057'),
+    lambda content: content.replace(b'"bytes": 57', b'"bytes": ??'),
+    lambda content: content.replace(b'"digest": "', b'"digest": "x'),
+])  # fmt: skip
 def test_damaged_file_is_rebuilt(path, damage):
     cached_tokens(path, np.uint8, "id", one_piece)
     whole = path.read_bytes()

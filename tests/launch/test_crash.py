@@ -31,13 +31,10 @@ def ended(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
     return call(sys.executable, "-c", HEAD + code, file(directory), cwd=ROOT, environ=os.environ, timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("how", "name"),
-    [
-        ("hit()", "SIGSEGV"), ("os.abort()", "SIGABRT"),
-        *((f"signal.raise_signal(signal.{name})", name) for name in ("SIGBUS", "SIGFPE", "SIGILL")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("how", "name"), [
+    ("hit()", "SIGSEGV"), ("os.abort()", "SIGABRT"),
+    *((f"signal.raise_signal(signal.{name})", name) for name in ("SIGBUS", "SIGFPE", "SIGILL")),
+])  # fmt: skip
 def test_crash_leaves_its_stacks(tmp_path, how, name):
     done = ended(tmp_path, f"def work():\n    {how}\n\nwith crash.kept(Path(sys.argv[1])):\n    work()")
     assert done.returncode == -getattr(signal, name)

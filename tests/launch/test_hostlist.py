@@ -29,13 +29,10 @@ def test_host_list_is_expanded_as_by_scontrol(text, hosts):
     assert hostlist.expand(text) == hosts.split()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "n[1", "n1]", "n[1-2", "n[[1-2]]", "n[1-2]]", "n]1[", "a,n[1", "n[3-1]", "n[10-9]", "n[]", "n[1,]", "n[1-]",
-        "n[-2]", "n[1--2]", "n[1-2-3]", "n[a-b]", "n[1x]", "n[1 - 2]", "n[²]",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "n[1", "n1]", "n[1-2", "n[[1-2]]", "n[1-2]]", "n]1[", "a,n[1", "n[3-1]", "n[10-9]", "n[]", "n[1,]", "n[1-]",
+    "n[-2]", "n[1--2]", "n[1-2-3]", "n[a-b]", "n[1x]", "n[1 - 2]", "n[²]",
+])  # fmt: skip
 def test_malformed_host_list_is_refused(text):
     with pytest.raises(ValueError, match=r"brackets of|is not a number or a range|counts down"):
         hostlist.expand(text)

@@ -96,28 +96,25 @@ SOCKETS = [frozenset({0, 1}), frozenset({2, 3}), frozenset({0, 1}), frozenset({2
 OVERLAPPING = [frozenset({0, 1, 2, 3}), frozenset({2, 3, 4, 5})]
 
 
-@pytest.mark.parametrize(
-    ("of_ranks", "wanted", "found"),
-    [
-        # Ranks that are free divide the threads and stay free, but for a number that is asked for.
-        ([FOUR, FOUR], "auto", [(2, None)] * 2),
-        ([FOUR, FOUR], 2, [(2, {0, 1}), (2, {2, 3})]),
-        ([FOUR, FOUR], 1, [(1, {0}), (1, {1})]),
-        ([ODD, ODD], 2, [(2, {1, 5}), (2, {9, 13})]),
-        # Ranks that their launcher has bound keep to their cores; here pairs share a socket.
-        ([frozenset({0, 1, 2}), frozenset({4, 5, 6})], "auto", [(3, None)] * 2),
-        ([frozenset({0, 1, 2}), frozenset({4, 5, 6})], 2, [(2, {0, 1}), (2, {4, 5})]),
-        (SOCKETS, "auto", [(1, None)] * 4),
-        (SOCKETS, 1, [(1, {0}), (1, {2}), (1, {1}), (1, {3})]),
-        # Where cores overlap in part two ranks might be bound to the same core, each counting in its own set.
-        (OVERLAPPING, "auto", [(2, None)] * 2),
-        (OVERLAPPING, 2, [(2, None)] * 2),
-        # Where there are too few nobody is bound, and a rank has one thread at least.
-        ([FOUR, FOUR, FOUR], 2, [(2, None)] * 3),
-        ([frozenset({0})], 4, [(4, None)]),
-        ([frozenset({7})] * 3, "auto", [(1, None)] * 3),
-    ],
-)
+@pytest.mark.parametrize(("of_ranks", "wanted", "found"), [
+    # Ranks that are free divide the threads and stay free, but for a number that is asked for.
+    ([FOUR, FOUR], "auto", [(2, None)] * 2),
+    ([FOUR, FOUR], 2, [(2, {0, 1}), (2, {2, 3})]),
+    ([FOUR, FOUR], 1, [(1, {0}), (1, {1})]),
+    ([ODD, ODD], 2, [(2, {1, 5}), (2, {9, 13})]),
+    # Ranks that their launcher has bound keep to their cores; here pairs share a socket.
+    ([frozenset({0, 1, 2}), frozenset({4, 5, 6})], "auto", [(3, None)] * 2),
+    ([frozenset({0, 1, 2}), frozenset({4, 5, 6})], 2, [(2, {0, 1}), (2, {4, 5})]),
+    (SOCKETS, "auto", [(1, None)] * 4),
+    (SOCKETS, 1, [(1, {0}), (1, {2}), (1, {1}), (1, {3})]),
+    # Where cores overlap in part two ranks might be bound to the same core, each counting in its own set.
+    (OVERLAPPING, "auto", [(2, None)] * 2),
+    (OVERLAPPING, 2, [(2, None)] * 2),
+    # Where there are too few nobody is bound, and a rank has one thread at least.
+    ([FOUR, FOUR, FOUR], 2, [(2, None)] * 3),
+    ([frozenset({0})], 4, [(4, None)]),
+    ([frozenset({7})] * 3, "auto", [(1, None)] * 3),
+])  # fmt: skip
 def test_cores_of_a_node_are_shared(of_ranks, wanted, found):
     assert [share_cores(of_ranks, rank, wanted) for rank in range(len(of_ranks))] == found
 

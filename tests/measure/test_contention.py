@@ -27,29 +27,23 @@ def load(cores=2, taken=0.0, gpu_ranks=(), on_gpu=False):
     return OtherLoad("n1", cores, taken, list(gpu_ranks), on_gpu)
 
 
-@pytest.mark.parametrize(
-    ("text", "cores", "expected"),
-    [
-        (STAT, [0], {0: (100 + 20 + 30 + 8, 621)}),  # user, nice, system and steal, of all
-        (STAT, [10, 1, 99], {1: (14, 36), 10: (7, 8)}),
-        ("cpu0 1 2 3 4\n", [0], {0: (6, 10)}),  # kernels with fewer columns
-        ("", [0, 1], {}), ("\n\n", [0, 1], {}), ("nothing of the kind", [0, 1], {}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "cores", "expected"), [
+    (STAT, [0], {0: (100 + 20 + 30 + 8, 621)}),  # user, nice, system and steal, of all
+    (STAT, [10, 1, 99], {1: (14, 36), 10: (7, 8)}),
+    ("cpu0 1 2 3 4\n", [0], {0: (6, 10)}),  # kernels with fewer columns
+    ("", [0, 1], {}), ("\n\n", [0, 1], {}), ("nothing of the kind", [0, 1], {}),
+])  # fmt: skip
 def test_busy_ticks_of_cores(text, cores, expected):
     assert busy_ticks(text, cores) == expected
 
 
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        ([Spent(10.0, cpu, {0: 9.0, 1: 10.0}, [0, 1]) for cpu in (4.0, 4.0)], (2, pytest.approx(1.1))),
-        ([Spent(10.0, 9.0, {0: 9.0}, [0]), Spent(5.0, 2.0, {1: 5.0}, [1])], (2, pytest.approx(0.6))),  # cores apart
-        ([Spent(1.0, 1.01, {0: 1.0}, [0])], (1, 0.0)),  # a rank's own time is exact, that of a core counted in ticks
-        ([Spent(1.0, 1.0, {0: 1.0}, [0, 1])], (2, None)),  # a core without counters says nothing
-        ([Spent(0.0, 0.0, {}, [0])], (1, None)),  # nor does a run whose steps were all warm-up
-    ],
-)
+@pytest.mark.parametrize(("ranks", "expected"), [
+    ([Spent(10.0, cpu, {0: 9.0, 1: 10.0}, [0, 1]) for cpu in (4.0, 4.0)], (2, pytest.approx(1.1))),
+    ([Spent(10.0, 9.0, {0: 9.0}, [0]), Spent(5.0, 2.0, {1: 5.0}, [1])], (2, pytest.approx(0.6))),  # cores apart
+    ([Spent(1.0, 1.01, {0: 1.0}, [0])], (1, 0.0)),  # a rank's own time is exact, that of a core counted in ticks
+    ([Spent(1.0, 1.0, {0: 1.0}, [0, 1])], (2, None)),  # a core without counters says nothing
+    ([Spent(0.0, 0.0, {}, [0])], (1, None)),  # nor does a run whose steps were all warm-up
+])  # fmt: skip
 def test_taken_is_what_the_ranks_did_not_take_themselves(ranks, expected):
     assert taken(ranks) == expected
 
@@ -91,14 +85,11 @@ TEN = 10 * HERTZ
 BEGAN = "cpu0 5 0 0 7\ncpu1 0 0 0 0\n"
 
 
-@pytest.mark.parametrize(
-    ("texts", "taken"),
-    [
-        ((BEGAN, f"cpu0 {5 + TEN} 0 0 7\ncpu1 0 0 {TEN // 2} {TEN}\n"), pytest.approx(1.5)),
-        ((BEGAN, BEGAN), None),  # they stand still
-        (FileNotFoundError, None),
-    ],
-)
+@pytest.mark.parametrize(("texts", "taken"), [
+    ((BEGAN, f"cpu0 {5 + TEN} 0 0 7\ncpu1 0 0 {TEN // 2} {TEN}\n"), pytest.approx(1.5)),
+    ((BEGAN, BEGAN), None),  # they stand still
+    (FileNotFoundError, None),
+])  # fmt: skip
 def test_what_others_took_is_the_difference_of_counters_over_the_seconds_between(observed, texts, taken):
     assert observed(texts, [100.0, 110.0]).stop() == [OtherLoad("n1", 2, taken, [], False)]
 

@@ -46,20 +46,17 @@ def bias_on_each_rank(module, mesh):
             part.fc2.bias = nn.Parameter(DTensor.from_local(part.fc2.bias.to_local(), mesh, [Partial()]))
 
 
-@pytest.mark.parametrize(
-    ("plan", "fault", "told"),
-    [
-        # What a whole norm passes on is whole: its gradients would be summed once too often.
-        (
-            MLP | {"blocks.*.norm1": "replicated_with_grad_allreduce"},
-            None,
-            "the gradient of …norm1.weight differs by 1…",
-        ),
-        ({"blocks.*.fc1": "colwise"}, None, "a rank fails: …"),
-        (MLP, "bias on each rank", "the output of module.blocks.0.fc2 differs by …"),
-        (TIED, "tied weight cut twice", "the gradient of module.embed.weight …"),
-    ],
-)
+@pytest.mark.parametrize(("plan", "fault", "told"), [
+    # What a whole norm passes on is whole: its gradients would be summed once too often.
+    (
+        MLP | {"blocks.*.norm1": "replicated_with_grad_allreduce"},
+        None,
+        "the gradient of …norm1.weight differs by 1…",
+    ),
+    ({"blocks.*.fc1": "colwise"}, None, "a rank fails: …"),
+    (MLP, "bias on each rank", "the output of module.blocks.0.fc2 differs by …"),
+    (TIED, "tied weight cut twice", "the gradient of module.embed.weight …"),
+])  # fmt: skip
 def test_faults_are_seen(plan, fault, told, monkeypatch):
     parallelize = tensor.parallelize
 

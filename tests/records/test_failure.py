@@ -138,17 +138,14 @@ INTO_TORCH = "def forward(x):\n    return torch.nn.Linear(2, 2)(x)\n\nforward(to
 SITE = Path(sysconfig.get_path("purelib"))
 
 
-@pytest.mark.parametrize(
-    ("code", "file", "frame"),
-    [
-        (INTO_TORCH, "/somewhere/mymodels.py", "mymodels.py:2 in forward"),
-        ("json.loads('{')", "/somewhere/mymodels.py", "mymodels.py:1 in <module>"),
-        (INTO_TORCH, example, "custom_model.py:2 in forward"),
-        (INTO_TORCH, str(SITE / "transformers" / "gpt2.py"), "gpt2.py:2 in forward"),
-        (INTO_TORCH, str(SITE / "torch" / "nn" / "module.py"), ""),
-        ("1 / 0", "zoo/mymodels.py", "zoo/mymodels.py:1 in <module>"),  # below the current directory
-    ],
-)
+@pytest.mark.parametrize(("code", "file", "frame"), [
+    (INTO_TORCH, "/somewhere/mymodels.py", "mymodels.py:2 in forward"),
+    ("json.loads('{')", "/somewhere/mymodels.py", "mymodels.py:1 in <module>"),
+    (INTO_TORCH, example, "custom_model.py:2 in forward"),
+    (INTO_TORCH, str(SITE / "transformers" / "gpt2.py"), "gpt2.py:2 in forward"),
+    (INTO_TORCH, str(SITE / "torch" / "nn" / "module.py"), ""),
+    ("1 / 0", "zoo/mymodels.py", "zoo/mymodels.py:1 in <module>"),  # below the current directory
+])  # fmt: skip
 def test_the_last_frame_outside_of_libraries_is_named(code, file, frame, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert user_frame(raised_by(code, str(tmp_path / file))) == frame
@@ -173,16 +170,13 @@ OUTSIDE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("calls", "frame"),
-    [
-        ([WITHIN[0], ("/somewhere/mymodels.py", 2, "forward"), *WITHIN[1:], *OUTSIDE], "mymodels.py:2 in forward"),
-        ([(str(SITE / "transformers" / "gpt2.py"), 7, "forward"), *WITHIN, *OUTSIDE], "gpt2.py:7 in forward"),
-        ([*WITHIN, *OUTSIDE], "engine.py:229 in gradients"),
-        ([("/somewhere/mymodels.py", 2, "watch"), ("<string>", 1, "<module>")], "mymodels.py:2 in watch"),  # a thread
-        ([("<string>", 1, "<module>")], ""),
-    ],
-)
+@pytest.mark.parametrize(("calls", "frame"), [
+    ([WITHIN[0], ("/somewhere/mymodels.py", 2, "forward"), *WITHIN[1:], *OUTSIDE], "mymodels.py:2 in forward"),
+    ([(str(SITE / "transformers" / "gpt2.py"), 7, "forward"), *WITHIN, *OUTSIDE], "gpt2.py:7 in forward"),
+    ([*WITHIN, *OUTSIDE], "engine.py:229 in gradients"),
+    ([("/somewhere/mymodels.py", 2, "watch"), ("<string>", 1, "<module>")], "mymodels.py:2 in watch"),  # a thread
+    ([("<string>", 1, "<module>")], ""),
+])  # fmt: skip
 def test_of_the_calls_of_a_crash_the_last_of_a_user_is_named_or_else_of_ours(calls, frame, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert last_frame(calls) == frame

@@ -29,14 +29,11 @@ def test_the_figures_of_a_row():
     assert row == ["1", "ddp", "2", "16", "41,234", "20,617", "199 (12.3-1,234)", "1.5 GiB", "41.9%", "2.513", "ok"]
 
 
-@pytest.mark.parametrize(
-    ("judged", "shown"),
-    [
-        ({"top1": 0.97222, "bits_per_byte": None, "loss": 0.5}, "97.2%"),
-        ({"top1": None, "bits_per_byte": 2.21349, "loss": 0.5}, "2.213 b/B"),
-        ({"top1": None, "bits_per_byte": None, "loss": 0.51249}, "0.512"),
-    ],
-)
+@pytest.mark.parametrize(("judged", "shown"), [
+    ({"top1": 0.97222, "bits_per_byte": None, "loss": 0.5}, "97.2%"),
+    ({"top1": None, "bits_per_byte": 2.21349, "loss": 0.5}, "2.213 b/B"),
+    ({"top1": None, "bits_per_byte": None, "loss": 0.51249}, "0.512"),
+])  # fmt: skip
 def test_last_evaluation_is_beside_the_loss(judged, shown):
     text = render([run(evaluations=[{"top1": 0.1, "bits_per_byte": 9.9, "loss": 9.9}, judged]), run("pdp", 10.0)])
     assert "loss  val  status" in re.sub(r" {2,}", "  ", text)
@@ -86,23 +83,20 @@ ACCUMULATING = {"micro_batch": 1, "accumulation": 4, "shard": 2, "pipeline": 1}
 FRUGAL = {"parallel": "fsdp", "precision": "bf16", "layout": {"micro_batch": 1}}
 
 
-@pytest.mark.parametrize(
-    ("fields", "tried"),
-    [
-        ({"launcher": "local"}, f"; try train.micro_batch=max, which finds what fits, {OTHERS}"),
-        ({"launcher": "torchrun"}, f"; try the train.micro_batch that ptdbench plan finds, {OTHERS}"),
-        ({"launcher": "srun", "config": {"cluster": {"submit": "wait"}}},
-         "; try train.micro_batch=max, which finds what fits, parallel=fsdp, precision=bf16"),
-        ({"launcher": "local", "micro_batch": {"asked": "max"}}, f"; try {OTHERS}"),
-        (FRUGAL | {"micro_batch": {"asked": "max", "found": 1}, "config": {"eval": {"every": 10}}},
-         "; try a smaller eval.micro_batch, as a search leaves evaluation out"),
-        (FRUGAL, "; try activations=recompute"),
-        (FRUGAL | {"config": {"activations": {"name": "recompute"}}}, ""),
-        (FRUGAL | {"config": {"parallel": {"reduce_scatter_each_microbatch": False}}, "layout": ACCUMULATING},
-         "; try parallel.reduce_scatter_each_microbatch=true"),
-        (FRUGAL | {"config": {"parallel": {"reduce_scatter_each_microbatch": True}}, "layout": ACCUMULATING}, ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "tried"), [
+    ({"launcher": "local"}, f"; try train.micro_batch=max, which finds what fits, {OTHERS}"),
+    ({"launcher": "torchrun"}, f"; try the train.micro_batch that ptdbench plan finds, {OTHERS}"),
+    ({"launcher": "srun", "config": {"cluster": {"submit": "wait"}}},
+     "; try train.micro_batch=max, which finds what fits, parallel=fsdp, precision=bf16"),
+    ({"launcher": "local", "micro_batch": {"asked": "max"}}, f"; try {OTHERS}"),
+    (FRUGAL | {"micro_batch": {"asked": "max", "found": 1}, "config": {"eval": {"every": 10}}},
+     "; try a smaller eval.micro_batch, as a search leaves evaluation out"),
+    (FRUGAL, "; try activations=recompute"),
+    (FRUGAL | {"config": {"activations": {"name": "recompute"}}}, ""),
+    (FRUGAL | {"config": {"parallel": {"reduce_scatter_each_microbatch": False}}, "layout": ACCUMULATING},
+     "; try parallel.reduce_scatter_each_microbatch=true"),
+    (FRUGAL | {"config": {"parallel": {"reduce_scatter_each_microbatch": True}}, "layout": ACCUMULATING}, ""),
+])  # fmt: skip
 def test_out_of_memory_says_what_to_try(fields, tried):
     least = {"layout": {"micro_batch": 8}, "config": {"activations": {"name": "keep"}}}
     record = failed("ddp", "no room", "oom") | least | fields
@@ -292,47 +286,44 @@ def beside(*taken, **gpus):
     return {"hardware": {"other_load": to_builtins(loads)}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, []),
-        # of the same training
-        ({"final_loss": 2.7}, ["last loss differs from ddp, relative: fsdp 0.038"]),
-        ({"final_loss": 2.6001}, []),
-        ({"final_loss": None}, []),
-        ({"final_loss": 2.7, "steps": 59}, []),
-        ({"final_loss": 2.7, "config": {"seed": 1, "parallel": {"name": "fsdp"}}}, []),
-        ({"final_loss": 2.7, "status": "diverged"}, ["fsdp: diverged: no reason on record"]),
-        (of(share_of_ceiling=1.12),
-         ["fsdp: ceiling of 30.1 GFLOP/s passed; workload=matmul measures it again"]),
-        (of(share_of_ceiling=0.5, ceiling_beside_load=True),
-         ["ceiling of 30.1 GFLOP/s: taken beside other load, and perhaps too low"]),
-        (of(share_of_ceiling=0.5, ceiling_beside_load=False), []),
-        (of(share_of_ceiling=2.0, ceiling_flops_per_second=None, ceiling_beside_load=True), []),
-        *((of(data_wait_share=share), []) for share in (None, 0.0, 0.049)),
-        (of(data_wait_share=0.125), ["fsdp: 12% of the steps' time was spent waiting for data"]),
-        ({"remarks": {"cut_short": "70 of 100 steps: more would exceed train.max_minutes=10"}},
-         ["fsdp: took 70 of 100 steps: more would exceed train.max_minutes=10"]),
-        ({"remarks": {"pipeline": "stage 0 of 2 with 97% of the weights"}},
-         ["fsdp: stage 0 of 2 with 97% of the weights"]),
-        ({"remarks": {"checkpoints": ["step 3: not saved", "step 6: not saved", "step 9: not saved"]}},
-         ["fsdp: checkpoints: step 3: not saved; 2 more on record"]),
-        ({"precision": "bf16"},
-         ["one arithmetic under every layout, by ptdbench's kernels: kernels=torch has torch's recipe for each"]),
-        ({"precision": "fp16", "kernels": "torch", "remarks": {"kernels": "kernels=torch, except for zero1"}},
-         ["fsdp: kernels=torch, except for zero1",
-          "torch's recipe for each layout: kernels=fused has one arithmetic under all"]),
-        ({"hardware": None}, []),
-        (held_back(None, {"power limit": 0.01}), []),
-        (held_back({}, {"power limit": 0.12, "sync boost": 0.0}),
-         ["fsdp: rank 1's GPU was held back for 12% of the time: power limit"]),
-        (held_back({"power limit": 0.12}, {"power limit": 0.02, "temperature limit": 0.3}, {"board limit": 0.02}),
-         ["fsdp: rank 1's GPU was held back for 30% of the time: temperature limit, and 2 others by less"]),
-        (beside(0.09, None), []),
-        (beside(0.4, 1.26, 0.0), ["other processes took 1.3 of 2 cores during fsdp"]),
-        (beside(1.5, gpu_ranks=[1]), ["other processes use the GPU of rank 1 during fsdp"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), [
+    ({}, []),
+    # of the same training
+    ({"final_loss": 2.7}, ["last loss differs from ddp, relative: fsdp 0.038"]),
+    ({"final_loss": 2.6001}, []),
+    ({"final_loss": None}, []),
+    ({"final_loss": 2.7, "steps": 59}, []),
+    ({"final_loss": 2.7, "config": {"seed": 1, "parallel": {"name": "fsdp"}}}, []),
+    ({"final_loss": 2.7, "status": "diverged"}, ["fsdp: diverged: no reason on record"]),
+    (of(share_of_ceiling=1.12),
+     ["fsdp: ceiling of 30.1 GFLOP/s passed; workload=matmul measures it again"]),
+    (of(share_of_ceiling=0.5, ceiling_beside_load=True),
+     ["ceiling of 30.1 GFLOP/s: taken beside other load, and perhaps too low"]),
+    (of(share_of_ceiling=0.5, ceiling_beside_load=False), []),
+    (of(share_of_ceiling=2.0, ceiling_flops_per_second=None, ceiling_beside_load=True), []),
+    *((of(data_wait_share=share), []) for share in (None, 0.0, 0.049)),
+    (of(data_wait_share=0.125), ["fsdp: 12% of the steps' time was spent waiting for data"]),
+    ({"remarks": {"cut_short": "70 of 100 steps: more would exceed train.max_minutes=10"}},
+     ["fsdp: took 70 of 100 steps: more would exceed train.max_minutes=10"]),
+    ({"remarks": {"pipeline": "stage 0 of 2 with 97% of the weights"}},
+     ["fsdp: stage 0 of 2 with 97% of the weights"]),
+    ({"remarks": {"checkpoints": ["step 3: not saved", "step 6: not saved", "step 9: not saved"]}},
+     ["fsdp: checkpoints: step 3: not saved; 2 more on record"]),
+    ({"precision": "bf16"},
+     ["one arithmetic under every layout, by ptdbench's kernels: kernels=torch has torch's recipe for each"]),
+    ({"precision": "fp16", "kernels": "torch", "remarks": {"kernels": "kernels=torch, except for zero1"}},
+     ["fsdp: kernels=torch, except for zero1",
+      "torch's recipe for each layout: kernels=fused has one arithmetic under all"]),
+    ({"hardware": None}, []),
+    (held_back(None, {"power limit": 0.01}), []),
+    (held_back({}, {"power limit": 0.12, "sync boost": 0.0}),
+     ["fsdp: rank 1's GPU was held back for 12% of the time: power limit"]),
+    (held_back({"power limit": 0.12}, {"power limit": 0.02, "temperature limit": 0.3}, {"board limit": 0.02}),
+     ["fsdp: rank 1's GPU was held back for 30% of the time: temperature limit, and 2 others by less"]),
+    (beside(0.09, None), []),
+    (beside(0.4, 1.26, 0.0), ["other processes took 1.3 of 2 cores during fsdp"]),
+    (beside(1.5, gpu_ranks=[1]), ["other processes use the GPU of rank 1 during fsdp"]),
+])  # fmt: skip
 def test_remarks_below_the_table(changes, said):
     def trained(parallel, **changes):
         config = {"seed": 0, "parallel": {"name": parallel}}
@@ -435,13 +426,10 @@ class TestOtherWorkloads:
         assert (len(lines), lines[-1]) == (61, "… and 943 lines more in record.json")
         assert max(map(len, render([guest("notes.W", ["x" * 10**6])], 90).splitlines())) < 250
 
-    @pytest.mark.parametrize(
-        ("found", "why"),
-        [
-            ({}, "guest: failed on rank 1: RuntimeError: no answer"),
-            ({"question": 1}, "cannot be shown: KeyError: 'answer'"),
-        ],
-    )
+    @pytest.mark.parametrize(("found", "why"), [
+        ({}, "guest: failed on rank 1: RuntimeError: no answer"),
+        ({"question": 1}, "cannot be shown: KeyError: 'answer'"),
+    ])  # fmt: skip
     def test_unshowable_results_keep_the_reason(self, found, why):
         error = {"rank": 1, "type": "RuntimeError", "message": "no answer", "traceback": ""}
         record = guest(self.TYPED, found, status="failed", error=error)

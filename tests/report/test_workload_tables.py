@@ -95,17 +95,14 @@ class TestMatmul:
         assert cells(text, "within") == copies
         assert "copies of memory on 3 ranks at once: GB/s of a rank" in text
 
-    @pytest.mark.parametrize(
-        ("ceiling", "said"),
-        [
-            ({}, "NVIDIA H200: 750 TFLOP/s in bf16 (8x8x8), 75.8% of the peak"),
-            ({"beside_load": True},
-             "NVIDIA H200: 750 TFLOP/s in bf16 (8x8x8), taken beside other load, 75.8% of the peak"),
-            ({"device": "AMD EPYC", "threads": 1, "flops_per_second": 5.9e10, "share_of_peak": None,
-              "peak_reason": "a CPU has no data-sheet peak"},
-             "AMD EPYC, 1 thread: 0.059 TFLOP/s in bf16 (8x8x8), no share of a peak: a CPU has no data-sheet peak"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("ceiling", "said"), [
+        ({}, "NVIDIA H200: 750 TFLOP/s in bf16 (8x8x8), 75.8% of the peak"),
+        ({"beside_load": True},
+         "NVIDIA H200: 750 TFLOP/s in bf16 (8x8x8), taken beside other load, 75.8% of the peak"),
+        ({"device": "AMD EPYC", "threads": 1, "flops_per_second": 5.9e10, "share_of_peak": None,
+          "peak_reason": "a CPU has no data-sheet peak"},
+         "AMD EPYC, 1 thread: 0.059 TFLOP/s in bf16 (8x8x8), no share of a peak: a CPU has no data-sheet peak"),
+    ])  # fmt: skip
     def test_the_ceiling_beside_the_peak(self, ceiling, said):
         assert matmul_tables(convert(matmul(800e12, **ceiling), Matmul), 100).splitlines()[-1] == f"ceiling of {said}"
 

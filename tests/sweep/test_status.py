@@ -244,16 +244,13 @@ class TestSubmitted:
 
 
 class TestEndedByTheCluster:
-    @pytest.mark.parametrize(
-        ("words", "expected"),
-        [
-            ("TIMEOUT n1", "timeout"), ("DEADLINE", "timeout"), ("OUT_OF_MEMORY n1", "oom"), ("CANCELLED", "failed"),
-            ("PREEMPTED n1", "preempted"), ("NODE_FAIL n1", "failed"), ("BOOT_FAIL n1", "failed"),
-            ("FAILED n1", "failed"), ("FAILED (JobLaunchFailure)", "failed"),
-            ("COMPLETED n1", "failed"),  # srun ended well, and yet the run said nothing
-            ("", "failed"),  # SLURM has forgotten it
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("words", "expected"), [
+        ("TIMEOUT n1", "timeout"), ("DEADLINE", "timeout"), ("OUT_OF_MEMORY n1", "oom"), ("CANCELLED", "failed"),
+        ("PREEMPTED n1", "preempted"), ("NODE_FAIL n1", "failed"), ("BOOT_FAIL n1", "failed"),
+        ("FAILED n1", "failed"), ("FAILED (JobLaunchFailure)", "failed"),
+        ("COMPLETED n1", "failed"),  # srun ended well, and yet the run said nothing
+        ("", "failed"),  # SLURM has forgotten it
+    ])  # fmt: skip
     def test_a_run_without_a_word_gets_slurms_reason(self, sweep, words, expected):
         (job,) = sweep.submit(1)
         sweep.says(**({"_0": words} if words else {}))
@@ -269,17 +266,14 @@ class TestEndedByTheCluster:
         assert seen.is_over
         assert store.load_record(sweep.path / job.directory) == run.record.written == sweep.results()[0]
 
-    @pytest.mark.parametrize(
-        ("written", "expected"),
-        [
-            (
-                "slurmstepd-n1: error: pyxis: no such image\nslurmstepd-n1: error: task_init() failed\n"
-                "srun: error: n1: task 0: Exited with exit code 1\n",
-                "pyxis: no such image",
-            ),
-            ("Traceback:\n  ...\n/usr/bin/python: No module named submitit\nsrun: error: ...\n", "No module named"),
-        ],
-    )
+    @pytest.mark.parametrize(("written", "expected"), [
+        (
+            "slurmstepd-n1: error: pyxis: no such image\nslurmstepd-n1: error: task_init() failed\n"
+            "srun: error: n1: task 0: Exited with exit code 1\n",
+            "pyxis: no such image",
+        ),
+        ("Traceback:\n  ...\n/usr/bin/python: No module named submitit\nsrun: error: ...\n", "No module named"),
+    ])  # fmt: skip
     def test_a_step_that_did_not_start_says_why(self, sweep, written, expected):
         (job,) = sweep.submit(1)
         sweep.says(_0="FAILED n1")
@@ -313,19 +307,16 @@ class TestEndedByTheCluster:
         assert run.is_over
         assert store.load_record(path) == run.record.written == sweep.results()[0]
 
-    @pytest.mark.parametrize(
-        ("said", "words", "expected"),
-        [
-            ("slurmstepd-n1: error: StepId=1.0 exceeded memory limit (147 > 104), being killed", "FAILED", "oom"),
-            ("slurmstepd-n1: error: Exceeded job memory limit", "FAILED (NonZeroExitCode)", "oom"),
-            ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.0.", "FAILED", "oom"),
-            ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.", "FAILED", "oom"),
-            ("srun: error: n1: task 0: Out Of Memory", "FAILED", "oom"),
-            ("srun: error: n1: task 0: Out Of Memory", "NODE_FAIL n1", "failed"),  # SLURM has said why
-            ("the model said: exceeded memory limit", "FAILED", "failed"),
-            ("srun: error: n1: tasks 0-1: Killed", "FAILED", "failed"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("said", "words", "expected"), [
+        ("slurmstepd-n1: error: StepId=1.0 exceeded memory limit (147 > 104), being killed", "FAILED", "oom"),
+        ("slurmstepd-n1: error: Exceeded job memory limit", "FAILED (NonZeroExitCode)", "oom"),
+        ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.0.", "FAILED", "oom"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.", "FAILED", "oom"),
+        ("srun: error: n1: task 0: Out Of Memory", "FAILED", "oom"),
+        ("srun: error: n1: task 0: Out Of Memory", "NODE_FAIL n1", "failed"),  # SLURM has said why
+        ("the model said: exceeded memory limit", "FAILED", "failed"),
+        ("srun: error: n1: tasks 0-1: Killed", "FAILED", "failed"),
+    ])  # fmt: skip
     def test_slurms_words_of_memory_are_read_where_its_state_says_only_failed(self, sweep, said, words, expected):
         """OverMemoryKill, in the words of Slurm 22.05 and of others."""
         (job,) = sweep.submit(1)

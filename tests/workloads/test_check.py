@@ -83,28 +83,22 @@ def test_a_training_run_goes_on_after_its_check(shared_run):
     assert record["metrics"]["startup_seconds"]["check"] > 0
 
 
-@pytest.mark.parametrize(
-    ("option", "values", "rule"),
-    [
-        ("tolerance", ["0", "1", "-0.1", "5"], "must be between 0 and 1, a fraction of the median; 0.05 is 5 %"),
-        ("attempts", ["0"], "must be a whole number of at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("option", "values", "rule"), [
+    ("tolerance", ["0", "1", "-0.1", "5"], "must be between 0 and 1, a fraction of the median; 0.05 is 5 %"),
+    ("attempts", ["0"], "must be a whole number of at least 1"),
+])  # fmt: skip
 def test_what_is_refused(option, values, rule):
     for value in values:
         said = refusal("workload=check", "device=cpu", f"workload.{option}={value}")
         assert said == f"workload.{option}={value}: {rule}"
 
 
-@pytest.mark.parametrize(
-    ("rounds", "slow", "attempts"),
-    [
-        (({0: 10.0, 1: 10.0}, {0: 1.0, 1: 10.0}), {}, 1),  # sound at once
-        (({0: 10.0, 1: 6.0}, {0: 6.0, 1: 9.9}, {0: 1.0, 1: 1.0}), {}, 2),  # a disturbance
-        (({0: 10.0, 1: 6.0}, {0: 10.0, 1: 8.0}, {0: 9.0, 1: 7.0}), {1: pytest.approx(0.8)}, 3),
-        ((None,), {}, 1),  # one rank has no links
-    ],
-)
+@pytest.mark.parametrize(("rounds", "slow", "attempts"), [
+    (({0: 10.0, 1: 10.0}, {0: 1.0, 1: 10.0}), {}, 1),  # sound at once
+    (({0: 10.0, 1: 6.0}, {0: 6.0, 1: 9.9}, {0: 1.0, 1: 1.0}), {}, 2),  # a disturbance
+    (({0: 10.0, 1: 6.0}, {0: 10.0, 1: 8.0}, {0: 9.0, 1: 7.0}), {1: pytest.approx(0.8)}, 3),
+    ((None,), {}, 1),  # one rank has no links
+])  # fmt: skip
 def test_slow_is_measured_again_and_named_after_the_last_attempt(monkeypatch, rounds, slow, attempts):
     monkeypatch.setattr(contention, "Watch", lambda _: SimpleNamespace(stop=lambda: []))
     left = iter(rounds)

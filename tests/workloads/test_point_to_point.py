@@ -55,14 +55,11 @@ def test_a_message_that_arrives_wrong_is_a_failed_run_that_names_it(run):
     assert error["message"].startswith("1024 bytes from rank 0 to rank 1: rank 1 has 0 at element 1023 instead of ")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["cluster.ranks_per_node=1"], "workload=p2p: needs at least two ranks; try cluster."),
-        (["workload.pairs=some"], "workload.pairs=some: must be all or ring; try all, ring"),
-        (["workload.max_bytes=0"], "workload.max_bytes=0: must be a whole number of at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["cluster.ranks_per_node=1"], "workload=p2p: needs at least two ranks; try cluster."),
+    (["workload.pairs=some"], "workload.pairs=some: must be all or ring; try all, ring"),
+    (["workload.max_bytes=0"], "workload.max_bytes=0: must be a whole number of at least 1"),
+])  # fmt: skip
 def test_bad_input_is_refused_before_any_rank_starts(overrides, message):
     assert refusal("workload=p2p", "device=cpu", *overrides).startswith(message)
 

@@ -56,16 +56,13 @@ def test_of_long_runs_the_extremes_and_the_last_step_stay(trained):
     assert curve["step"] == sorted(set(curve["step"]))
 
 
-@pytest.mark.parametrize(
-    ("losses", "said"),
-    [
-        ([[3.0, 0.0], [3.0, 0.0]], "agree with run0 exactly (1 row, 2 steps)"),
-        ([[3.0, 2.0], [3.0, 2.0], [3.0, 2.0 * (1 + 4e-6)]], "agree with run0 within 4.0e-06 (2 rows, 2 steps)"),
-        ([[3.0, 2.0, 1.0], [3.0, 2.0]], "agree with run0 exactly (1 row, common steps)"),
-        ([[3.0, 2.0], [3.0, 2.2], [3.0, 2.4], [3.0, 2.0]],
-         "differ from run0, relative: run2 0.2, run1 0.1, others exactly (3 rows, 2 steps)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("losses", "said"), [
+    ([[3.0, 0.0], [3.0, 0.0]], "agree with run0 exactly (1 row, 2 steps)"),
+    ([[3.0, 2.0], [3.0, 2.0], [3.0, 2.0 * (1 + 4e-6)]], "agree with run0 within 4.0e-06 (2 rows, 2 steps)"),
+    ([[3.0, 2.0, 1.0], [3.0, 2.0]], "agree with run0 exactly (1 row, common steps)"),
+    ([[3.0, 2.0], [3.0, 2.2], [3.0, 2.4], [3.0, 2.0]],
+     "differ from run0, relative: run2 0.2, run1 0.1, others exactly (3 rows, 2 steps)"),
+])  # fmt: skip
 def test_losses_are_compared_as_far_as_all_came_and_the_farthest_named_first(trained, losses, said):
     assert trained(*losses)["losses"] == [f"losses {said}"]
 
@@ -112,46 +109,40 @@ def series_of(*ranks, parallel="ddp", **changes):
     return [row(number, size, 10.0 * size, parallel=parallel, **changes) for number, size in enumerate(ranks)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "curves"),
-    [
-        # each way of parallelizing and each option has its own, and options of size are part of one
-        ([*series_of(1, 2), row(2, 2, 9.0, parallel="tp")], {}, [[0, 1]]),
-        (series_of(1, 2, 1, 2), {"seed": list("0011")}, [[0, 1], [2, 3]]),
-        (series_of(1, 2), {"cluster.ranks_per_node": ["1", "2"]}, [[0, 1]]),
-        (series_of(1, 2), {"parallel.tensor": ["1", "2"]}, [[0, 1]]),
-        (series_of(1, 2), {"train.micro_batch": ["1", "2"]}, [[0, 1]]),
-        (series_of(1, 2), {"cluster.partition": ["a", "b"]}, []),
-        # with the same ranks they are divided by how these are divided, by micro-batches, by nodes and by sweeps
-        (series_of(4, 8, 4, 8, parallel="tp"), {"parallel.tensor": list("2244")}, [[0, 1], [2, 3]]),
-        (series_of(1, 2, 4, 1, 2, 4),
-         {"train.micro_batch": list("444888"), "cluster.ranks_per_node": list("124124")}, [[0, 1, 2], [3, 4, 5]]),
-        ([*series_of(1, 2, 4), row(3, 4, 3.0, nodes=2)],
-         {"cluster.nodes": list("1112"), "cluster.ranks_per_node": list("1242")}, [[0, 1, 2]]),
-        ([row(0, 1, 1.0, sweep="a"), row(1, 2, 2.0, sweep="b")], {}, [[0, 1]]),
-        ([row(0, 1, 1.0, sweep="a"), row(1, 2, 2.0, sweep="b"), row(2, 2, 3.0, sweep="a")], {}, [[0, 2]]),
-        # of the same the faster counts
-        ([row(0, 1, 1.0), row(1, 2, 1.5), row(2, 2, 1.8)], {}, [[0, 2]]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rows", "options", "curves"), [
+    # each way of parallelizing and each option has its own, and options of size are part of one
+    ([*series_of(1, 2), row(2, 2, 9.0, parallel="tp")], {}, [[0, 1]]),
+    (series_of(1, 2, 1, 2), {"seed": list("0011")}, [[0, 1], [2, 3]]),
+    (series_of(1, 2), {"cluster.ranks_per_node": ["1", "2"]}, [[0, 1]]),
+    (series_of(1, 2), {"parallel.tensor": ["1", "2"]}, [[0, 1]]),
+    (series_of(1, 2), {"train.micro_batch": ["1", "2"]}, [[0, 1]]),
+    (series_of(1, 2), {"cluster.partition": ["a", "b"]}, []),
+    # with the same ranks they are divided by how these are divided, by micro-batches, by nodes and by sweeps
+    (series_of(4, 8, 4, 8, parallel="tp"), {"parallel.tensor": list("2244")}, [[0, 1], [2, 3]]),
+    (series_of(1, 2, 4, 1, 2, 4),
+     {"train.micro_batch": list("444888"), "cluster.ranks_per_node": list("124124")}, [[0, 1, 2], [3, 4, 5]]),
+    ([*series_of(1, 2, 4), row(3, 4, 3.0, nodes=2)],
+     {"cluster.nodes": list("1112"), "cluster.ranks_per_node": list("1242")}, [[0, 1, 2]]),
+    ([row(0, 1, 1.0, sweep="a"), row(1, 2, 2.0, sweep="b")], {}, [[0, 1]]),
+    ([row(0, 1, 1.0, sweep="a"), row(1, 2, 2.0, sweep="b"), row(2, 2, 3.0, sweep="a")], {}, [[0, 2]]),
+    # of the same the faster counts
+    ([row(0, 1, 1.0), row(1, 2, 1.5), row(2, 2, 1.8)], {}, [[0, 2]]),
+])  # fmt: skip
 def test_rows_stand_on_as_few_curves_as_will_do(rows, options, curves):
     assert sorted(curve.rows for curve in scaling_curves(rows, options)) == curves
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "curves"),
-    [
-        ([row(0, 4, 300.0), row(1, 1, 100.0), row(2, 2, 180.0)], {},
-         [("strong", "ddp, batch 16", [1, 2, 0], [1.0, 0.9, 0.75])]),
-        (series_of(1, 2), {"data": ["text", "text", "digits"]},  # the third row is of another model
-         [("strong", "ddp, batch 16", [0, 1], [1.0, 1.0])]),
-        ([row(0, 1, 100.0, batch=8), row(1, 2, 150.0)], {}, [("weak", "ddp, 8 a rank", [0, 1], [1.0, 0.75])]),
-        ([*series_of(1, 2), row(2, 1, 50.0, parallel="tp"), row(3, 2, 60.0, parallel="tp")],
-         {"activations": ["keep", "keep", "recompute", "recompute"]},
-         [("strong", "tp activations=recompute, batch 16", [2, 3], [1.0, 0.6]),  # the fastest curve comes first
-          ("strong", "ddp activations=keep, batch 16", [0, 1], [1.0, 1.0])]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rows", "options", "curves"), [
+    ([row(0, 4, 300.0), row(1, 1, 100.0), row(2, 2, 180.0)], {},
+     [("strong", "ddp, batch 16", [1, 2, 0], [1.0, 0.9, 0.75])]),
+    (series_of(1, 2), {"data": ["text", "text", "digits"]},  # the third row is of another model
+     [("strong", "ddp, batch 16", [0, 1], [1.0, 1.0])]),
+    ([row(0, 1, 100.0, batch=8), row(1, 2, 150.0)], {}, [("weak", "ddp, 8 a rank", [0, 1], [1.0, 0.75])]),
+    ([*series_of(1, 2), row(2, 1, 50.0, parallel="tp"), row(3, 2, 60.0, parallel="tp")],
+     {"activations": ["keep", "keep", "recompute", "recompute"]},
+     [("strong", "tp activations=recompute, batch 16", [2, 3], [1.0, 0.6]),  # the fastest curve comes first
+      ("strong", "ddp activations=keep, batch 16", [0, 1], [1.0, 1.0])]),
+])  # fmt: skip
 def test_curves_have_names_ranks_in_order_and_efficiencies(rows, options, curves):
     found = scaling_curves(rows, options)
     assert [(curve.kind, curve.name, curve.rows, curve.efficiency) for curve in found] == curves
