@@ -199,15 +199,11 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Record:
     return run_on_shared_ranks(tmp_path_factory.mktemp("narrow"), *NARROW, "parallel=single")
 
 
-@cases(
-    "options",
-    [
-        "parallel=fsdp train.micro_batch=2",
-        "parallel=pdp train.micro_batch=2 parallel.microbatches=4",
-        "parallel=fsdp parallel.pipeline=2 parallel.microbatches=4 cluster.ranks_per_node=4",
-    ],
-    daily=["parallel=fsdp train.micro_batch=2"],
-)
+@cases("options", [
+    "parallel=fsdp train.micro_batch=2",
+    "parallel=pdp train.micro_batch=2 parallel.microbatches=4",
+    "parallel=fsdp parallel.pipeline=2 parallel.microbatches=4 cluster.ranks_per_node=4",
+], daily=["parallel=fsdp train.micro_batch=2"])  # fmt: skip
 def test_narrow_evaluations_follow_the_single_process(shared_run, narrow, options):
     record = shared_run(*NARROW, *options.split())
     assert record["error"] is None

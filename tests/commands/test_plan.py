@@ -178,14 +178,10 @@ def test_one_pass_fits_where_smaller_micro_batches_hold_whole_gradients(environ,
     assert one["error"]["message"].endswith("; train.micro_batch=2 fits")
 
 
-@pytest.mark.parametrize(
-    ("machine", "copies", "said"),
-    [
-        ("device=cpu", 2, "only the training state is known"),  # both ranks are on this machine
-        ("virtual=h100", 1, "has no cc, and a virtual GPU needs a C compiler"),
-    ],
-    ids=["no GPU", "no compiler"],
-)
+@pytest.mark.parametrize(("machine", "copies", "said"), [
+    ("device=cpu", 2, "only the training state is known"),  # both ranks are on this machine
+    ("virtual=h100", 1, "has no cc, and a virtual GPU needs a C compiler"),
+], ids=["no GPU", "no compiler"])  # fmt: skip
 def test_without_virtual_gpus_the_training_state_is_known(environ, tmp_path, machine, copies, said):
     without_compiler = {**environ, "PATH": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = plan(without_compiler, tmp_path, *SMALL, machine, "parallel=ddp,fsdp")

@@ -104,15 +104,12 @@ def test_process_without_launcher_is_no_rank(environ):
     assert discover(environ) is None
 
 
-@pytest.mark.parametrize(
-    ("launcher", "missing"),
-    [
-        (name, variable)
-        for name, row in LAUNCHERS.items()
-        for variable in row.variables
-        if variable not in (*row.proof, row.nodes, row.local_size if row.node else "")
-    ],
-)
+@pytest.mark.parametrize(("launcher", "missing"), [
+    (name, variable)
+    for name, row in LAUNCHERS.items()
+    for variable in row.variables
+    if variable not in (*row.proof, row.nodes, row.local_size if row.node else "")
+])  # fmt: skip
 def test_missing_variable_is_named(launcher, missing):
     environ = {name: value for name, value in ALL[launcher][0].items() if name != missing}
     told = f"{missing}=(not set): {launcher} must have set it to a whole number; …environment says\n  {launcher}: …"
@@ -152,16 +149,12 @@ def test_refusals_name_variables_of_launchers_and_ranks_set_by_hand():
     assert refused(BY_HAND) == Abridged(told)
 
 
-@pytest.mark.parametrize(
-    ("environ", "size"),
-    [
-        ({"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE"),
-        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1"}, "JSM_NAMESPACE_SIZE"),
-        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}, "FLUX_JOB_SIZE"),
-        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE"),
-    ],
-    ids=["Cray PALS", "jsrun", "flux run", "mpirun_rsh"],
-)
+@pytest.mark.parametrize(("environ", "size"), [
+    ({"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE"),
+    ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1"}, "JSM_NAMESPACE_SIZE"),
+    ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}, "FLUX_JOB_SIZE"),
+    ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE"),
+], ids=["Cray PALS", "jsrun", "flux run", "mpirun_rsh"])  # fmt: skip
 def test_rank_of_an_unknown_launcher_is_refused(environ, size):
     told = f"{size}=4: …, and their launcher is not recognized; start them with torchrun, …; if stale, unset {size}"
     assert refused(environ) == Abridged(told)

@@ -103,18 +103,13 @@ def expected(kind: str) -> list[list[float]]:
 
 
 @pytest.mark.ranks
-@cases(
-    "case",
-    CASES,
-    daily=[
-        *CASES[:7], ("pipeline", "forced", "fp32"),
-        ("shards", "bias", "fp32"), ("shards", "own router", "fp32"), ("tensor", "latent", "fp32"),
-        ("shards", "loss", "bf16"),
-        ("shards", "offload", "fp32"), ("tensor", "offload", "fp32"),
-        ("tensor without FSDP", "loss", "bf16"),
-    ],
-    ids=str,
-)  # fmt: skip
+@cases("case", CASES, daily=[
+    *CASES[:7], ("pipeline", "forced", "fp32"),
+    ("shards", "bias", "fp32"), ("shards", "own router", "fp32"), ("tensor", "latent", "fp32"),
+    ("shards", "loss", "bf16"),
+    ("shards", "offload", "fp32"), ("tensor", "offload", "fp32"),
+    ("tensor without FSDP", "loss", "bf16"),
+], ids=str)  # fmt: skip
 def test_layouts_follow_one_rank(of_first, case):
     _, kind, precision = case
     steps = expected("loss" if kind == "offload" else kind)

@@ -96,15 +96,11 @@ class TestOnRanks:
 
     pytestmark = pytest.mark.ranks
 
-    @cases(
-        "name",
-        STRATEGIES | SEVERAL,
-        daily=[
-            "ddp", "fsdp", "hsdp", "1f1b", "gpipe", "stages in shards",
-            "tensor and shards, sequence", "tensor and stages", "context and shards", "ring and stages",
-            "interleaved1f1b, copies", "looped_bfs, shards",
-        ],
-    )  # fmt: skip
+    @cases("name", STRATEGIES | SEVERAL, daily=[
+        "ddp", "fsdp", "hsdp", "1f1b", "gpipe", "stages in shards",
+        "tensor and shards, sequence", "tensor and stages", "context and shards", "ring and stages",
+        "interleaved1f1b, copies", "looped_bfs, shards",
+    ])  # fmt: skip
     def test_gradients_equal_one_process(self, of_ranks, name):
         check([of_rank[name] for of_rank in of_ranks])
 

@@ -94,14 +94,10 @@ class TestOnThisMachine:
         assert sweep.asked == []
 
 
-@pytest.mark.parametrize(
-    ("job", "started", "more"),
-    [
-        (None, 0.0, {}), (None, 0.0, {"launcher": "local"}), ("8", 0.0, {}), (None, None, {}),
-        (None, 0.0, {"launcher": "mpirun"}), (None, 0.0, {"config": {"repeat": {"series": "a"}}}),
-    ],
-    ids=["killed", "killed local", "job", "alive", "mpirun", "comparison"],
-)  # fmt: skip
+@pytest.mark.parametrize(("job", "started", "more"), [
+    (None, 0.0, {}), (None, 0.0, {"launcher": "local"}), ("8", 0.0, {}), (None, None, {}),
+    (None, 0.0, {"launcher": "mpirun"}), (None, 0.0, {"config": {"repeat": {"series": "a"}}}),
+], ids=["killed", "killed local", "job", "alive", "mpirun", "comparison"])  # fmt: skip
 def test_a_killed_run_of_this_machine_says_how_to_resume_its_sweep(sweep, job, started, more):
     for number in range(2):
         path = sweep.begin(number)

@@ -150,23 +150,19 @@ COLLECTIVE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 STAGES = " ".join([*PIPELINE, "parallel.microbatches=2"])
 
 
-@cases(
-    ("layout", "place", "rank", "phase"),
-    [
-        ("parallel=ddp", "data", 1, "data"),
-        ("parallel=ddp", "optimizer", 0, "optimizer"),
-        ("parallel=ddp", "forward", 1, "forward"),
-        ("parallel=fsdp", "forward", 0, "forward"),
-        ("parallel=ddp parallel.context=2 parallel.context_method=ring", "ring", 1, None),
-        (f"{STAGES} parallel.schedule=1f1b", "stage", 1, "forward"),
-        (f"{STAGES} parallel.schedule=interleaved1f1b", "stage", 1, "forward"),  # messages are awaited long after
-    ],
-    daily=[
-        ("parallel=ddp", "data", 1, "data"),
-        ("parallel=fsdp", "forward", 0, "forward"),
-        (f"{STAGES} parallel.schedule=1f1b", "stage", 1, "forward"),
-    ],
-)
+@cases(("layout", "place", "rank", "phase"), [
+    ("parallel=ddp", "data", 1, "data"),
+    ("parallel=ddp", "optimizer", 0, "optimizer"),
+    ("parallel=ddp", "forward", 1, "forward"),
+    ("parallel=fsdp", "forward", 0, "forward"),
+    ("parallel=ddp parallel.context=2 parallel.context_method=ring", "ring", 1, None),
+    (f"{STAGES} parallel.schedule=1f1b", "stage", 1, "forward"),
+    (f"{STAGES} parallel.schedule=interleaved1f1b", "stage", 1, "forward"),  # messages are awaited long after
+], daily=[
+    ("parallel=ddp", "data", 1, "data"),
+    ("parallel=fsdp", "forward", 0, "forward"),
+    (f"{STAGES} parallel.schedule=1f1b", "stage", 1, "forward"),
+])  # fmt: skip
 def test_sleep_is_found_in_its_phase_and_awaited_by_the_peer(tmp_path, layout, place, rank, phase):
     of_ranks = slowed(tmp_path, *layout.split(), place=place, ranks=[rank])
     if phase:
