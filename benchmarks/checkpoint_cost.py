@@ -47,18 +47,18 @@ def main() -> int:
         f"model={args.model}", f"model.sequence_length={args.tokens}", "parallel=single", "device=cpu",
         f"train.global_batch={args.batch}", "train.max_minutes=null", f"cluster.cpus_per_rank={args.threads}",
     )  # fmt: skip
-    found = on_ranks(run, _measure, args.pairs, args.every, within=args.directory)
-    steps = ratio_of_medians(found["beside"], found["plain"])
-    stall = statistics.median(found["stalls"]) / statistics.median(found["blocking"])
+    figures = on_ranks(run, _measure, args.pairs, args.every, within=args.directory)
+    steps = ratio_of_medians(figures["beside"], figures["plain"])
+    stall = statistics.median(figures["stalls"]) / statistics.median(figures["blocking"])
     print(
-        f"{args.model} single, {args.tokens} tokens, {args.threads} threads, {found['bytes'] / 1e9:.2f} GB "
+        f"{args.model} single, {args.tokens} tokens, {args.threads} threads, {figures['bytes'] / 1e9:.2f} GB "
         f"every {args.every} steps: {args.pairs} segments of each kind"
     )
-    print(f"  step without checkpoints  {_milliseconds(found['plain'])}")
-    print(f"  step beside checkpoints   {_milliseconds(found['beside'])}")
+    print(f"  step without checkpoints  {_milliseconds(figures['plain'])}")
+    print(f"  step beside checkpoints   {_milliseconds(figures['beside'])}")
     is_light = judged(f"    ratio of medians {steps}", f"at most {STEP_LIMIT}", steps.value <= STEP_LIMIT)
-    print(f"  blocking save             {_milliseconds(found['blocking'])}")
-    print(f"  stall, second save and on {_milliseconds(found['stalls'])}")
+    print(f"  blocking save             {_milliseconds(figures['blocking'])}")
+    print(f"  stall, second save and on {_milliseconds(figures['stalls'])}")
     is_short = judged(f"    ratio of medians {stall:.4f}", f"below {STALL_LIMIT}", stall < STALL_LIMIT)
     keep("checkpoints", f"{stall:.3f}; {steps.value:.3f}")
     return int(not (is_light and is_short))
@@ -70,7 +70,7 @@ def _milliseconds(seconds: Sequence[float]) -> str:
 
 
 def _measure(job: Job, pairs: int, every: int) -> dict[str, Any]:
-    """In the rank: seconds of steps without and beside saves, of stalls from the second on and of blocking saves."""
+    """In the rank: return the seconds of steps without and beside saves, of stalls but the first, of blocking saves."""
     loop = assemble(job)
     state = TrainingState(loop.engine.module, loop.update.optimizer, job.training.tied, 0)
     asynchronous = Saver(job.directory / "asynchronous", keep=1)
@@ -100,12 +100,9 @@ def _measure(job: Job, pairs: int, every: int) -> dict[str, Any]:
         save(blocking)
     assert not asynchronous.problems + blocking.problems
     return {
-        "plain": steps[False],
-        "beside": steps[True],
-        "stalls": asynchronous.stall_seconds[1:],
-        "blocking": blocking.stall_seconds,
-        "bytes": sum(tensor.nbytes for tensor in tensors().values()),
-    }
+        "plain": steps[False], "beside": steps[True], "stalls": asynchronous.stall_seconds[1:],
+        "blocking": blocking.stall_seconds, "bytes": sum(tensor.nbytes for tensor in tensors().values()),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

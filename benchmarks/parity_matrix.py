@@ -41,7 +41,6 @@ CHANGES = {"bf16": 2e-2, "torch in bf16": 2e-2}
 #: The losses of the steps, and their norms of gradients where these are clipped.
 Numbers = list[float]
 
-
 LAYOUTS, EXPERTS = Matrix.load("layouts"), Matrix.load("experts")
 
 

@@ -61,7 +61,7 @@ def main() -> int:
 
 def _passes(name: str, figures: Mapping[str, Any]) -> bool:
     """Print the row of a layout, and return whether it is as required."""
-    phases, seconds, cpu_seconds = figures["phases"], *figures["step"]
+    phases, (seconds, cpu_seconds) = figures["phases"], figures["step"]
     free_seconds, free_cpu_seconds = figures["free"]
     step = np.mean(seconds)
     ratio = paired_ratio(free_seconds, seconds)

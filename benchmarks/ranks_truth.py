@@ -1,12 +1,12 @@
-"""How often the ranks of a table are wrong, and how often they decide: made sweeps, or ``make bench`` again and again.
+"""How often the ranks of a table are wrong, and how often they decide: simulated sweeps, or repeated ``make bench``.
 
-    make ranks-truth                              # made sweeps: a minute on a core
+    make ranks-truth                              # simulated sweeps: a minute on a core
     make ranks-truth ARGS="--sweeps 10000"        # each share to 0.4 points: 5 minutes
-    make ranks-truth ARGS="--bench 20"            # instead of it make bench, so many times: 40 minutes
+    make ranks-truth ARGS="--bench 20"            # make bench instead, 20 times: 40 minutes
 
 A run's throughput is its layout's, times the drift of the machine, times an error of its own of 8 %. The drift is that
-of 480 runs in ``benchmarks/images/noise.png`` on two busy cores: 7 %, and two runs share less than a third of it that
-are 15 runs apart. Errors are normal, of Student's t with 3 degrees of freedom, or of layouts whose variances are 3:1;
+of 480 runs in ``benchmarks/images/noise.png`` on two busy cores: 7 %, of which two runs that are 15 runs apart share
+less than a third. Errors are normal, of Student's t with 3 degrees of freedom, or of layouts whose variances are 3:1;
 30:1 and 100:1 for three runs.
 
 Good is at most 5 % of identical layouts told apart, and 95 % of those of ``make bench`` decided. For two layouts
@@ -58,13 +58,13 @@ Errors = Callable[[np.random.Generator, int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Row:
-    """How often something was seen in so many sweeps, and what should be so."""
+    """How often something was seen."""
 
     name: str  #: What was compared.
-    seen: int  #: In so many sweeps it was seen.
-    tried: int  #: Of so many.
-    rule: str  #: What should be so; empty where nothing is asked.
-    is_met: bool  #: Whether it is.
+    seen: int  #: The sweeps in which it was seen.
+    tried: int  #: All sweeps.
+    rule: str  #: The requirement; empty if there is none.
+    is_met: bool
 
     def __str__(self) -> str:
         low, high = stats.binomtest(self.seen, self.tried).proportion_ci(0.95)
@@ -79,38 +79,24 @@ def normal(random: np.random.Generator, layouts: int, repeats: int) -> np.ndarra
 
 
 def heavy(random: np.random.Generator, layouts: int, repeats: int) -> np.ndarray:
-    """Draw the same with rare large ones: Student's t with 3 degrees of freedom, whose variance is 3."""
+    """Draw errors with rare large ones: Student's t with 3 degrees of freedom, whose variance is 3."""
     return ERROR / math.sqrt(3) * random.standard_t(3, (layouts, repeats))
 
 
-def unequal(random: np.random.Generator, layouts: int, repeats: int) -> np.ndarray:
-    """Draw the same where the first layout's variance is three times that of the others; theirs is usual on average."""
-    variances = np.where(np.arange(layouts) == 0, 3.0, 1.0)
-    deviations = ERROR * np.sqrt(variances / variances.mean())
-    return random.normal(0, deviations[:, None], (layouts, repeats))
-
-
-def noisy(random: np.random.Generator, layouts: int, repeats: int, *, ratio: float) -> np.ndarray:
-    """Draw normal errors where the first layout's variance is so many times that of the others, and theirs is usual."""
-    scale = np.where(np.arange(layouts) == 0, math.sqrt(ratio), 1.0)
-    return scale[:, None] * normal(random, layouts, repeats)
+def unequal(random: np.random.Generator, layouts: int, repeats: int, ratio: float = 3, mean: float = 0) -> np.ndarray:
+    """Draw normal errors whose variance is ``ratio`` times larger for the first layout; the mean variance is usual."""
+    variances = np.where(np.arange(layouts) == 0, float(ratio), 1.0)
+    return np.sqrt(variances / (mean or variances.mean()))[:, None] * normal(random, layouts, repeats)
 
 
 ERRORS: dict[str, Errors] = {"normal": normal, "t3": heavy, "3:1": unequal}
 
-#: A layout that varies so much more than the others that these say nothing about it.
-FAR: dict[str, Errors] = {f"{ratio}:1": partial(noisy, ratio=ratio) for ratio in (30, 100)}
+#: The first layout varies so much more than the others that they say nothing about it; theirs is the usual variance.
+FAR: dict[str, Errors] = {f"{ratio}:1": partial(unequal, ratio=ratio, mean=1) for ratio in (30, 100)}
 
 
 def sweep(random: np.random.Generator, shares: Sequence[float], repeats: int, errors: Errors) -> list[Sample]:
-    """Make the runs of a sweep, in the order in which they would be carried out.
-
-    Args:
-        random: Where chance comes from.
-        shares: The true throughput of each layout.
-        repeats: Runs of each.
-        errors: Draws their errors.
-    """
+    """Simulate a sweep, in the order of its runs; ``shares`` are the true throughputs of the layouts."""
     of_runs = errors(random, len(shares), repeats)
     correlation = math.exp(-1 / MEMORY)
     drift = random.normal(0, DRIFT)
@@ -124,17 +110,17 @@ def sweep(random: np.random.Generator, shares: Sequence[float], repeats: int, er
 
 
 def is_told_apart(samples: Sequence[Sample], level: float = LEVEL) -> bool:
-    """Whether any two layouts are."""
+    """Return whether any two layouts are told apart."""
     return any(significance.faster(Pool(samples), samples, level))
 
 
 def is_first_decided(samples: Sequence[Sample]) -> bool:
-    """Whether the first layout has the first rank alone."""
+    """Return whether the first layout has the first rank alone."""
     return significance.ranks(significance.faster(Pool(samples), samples))[0] == (1, 1)
 
 
 def is_told_apart_at_a_look(samples: Sequence[Sample]) -> bool:
-    """Whether ``repeat=auto`` tells any two apart whenever it looks, until these runs are all."""
+    """Return whether any look of ``repeat=auto`` tells two layouts apart, with these runs as the maximum."""
     most = len(samples[0])
     level = significance.level_of_look(most)
     return any(
@@ -144,7 +130,7 @@ def is_told_apart_at_a_look(samples: Sequence[Sample]) -> bool:
 
 
 def identical(random: np.random.Generator, sweeps: int) -> Iterator[Row]:
-    """Compare layouts that do not differ: in tables of repeats, and at the looks of ``repeat=auto``."""
+    """Compare identical layouts, in tables of repeats and at the looks of ``repeat=auto``."""
     kinds = [*product(ERRORS, product((2, 3, 8), (2, 3, 5, 9))), *product(FAR, product((3, 8, 15), (3,)))]
     for kind, (layouts, repeats) in kinds:
         seen = _seen(random, sweeps, is_told_apart, [1.0] * layouts, repeats, kind)
@@ -155,7 +141,7 @@ def identical(random: np.random.Generator, sweeps: int) -> Iterator[Row]:
 
 
 def decided(random: np.random.Generator, sweeps: int) -> Iterator[Row]:
-    """Compare layouts that differ as those of ``make bench`` do, with as many repeats and with fewer."""
+    """Compare layouts that differ as those of ``make bench``, with as many repeats and with fewer."""
     for kind, repeats in product(ERRORS, (3, 5, 7, BENCH)):
         seen = _seen(random, sweeps, is_first_decided, LAYOUTS, repeats, kind)
         name = f"first of {', '.join(map(str, LAYOUTS))} x {repeats}, {kind}"
@@ -166,12 +152,12 @@ def _seen(
     random: np.random.Generator, sweeps: int, sees: Callable[[Sequence[Sample]], bool],
     shares: Sequence[float], repeats: int, kind: str,
 ) -> int:  # fmt: skip
-    """Of how many made sweeps something is so."""
+    """Count the simulated sweeps in which something is seen."""
     return sum(sees(sweep(random, shares, repeats, (ERRORS | FAR)[kind])) for _ in range(sweeps))
 
 
 def bench(times: int) -> Iterator[Row]:
-    """Carry out ``make bench`` as often: whether its table says which layout is the fastest, and whether in time."""
+    """Repeat ``make bench``: does its table name the fastest layout, and in time?"""
     first, seconds = 0, []
     for number in range(times):
         directory = Path("outputs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_bench-{number}")
@@ -181,12 +167,12 @@ def bench(times: int) -> Iterator[Row]:
         ranking = rank(alternatives.group(store.read_results(ROOT / directory)))
         first += ranking.places[0].rank == (1, 1)
     yield _row(f"make bench: first place decided (longest {max(seconds):.0f} s)", first, times, least=0.9)
-    in_time = sum(one <= BENCH_SECONDS for one in seconds)
+    in_time = sum(duration <= BENCH_SECONDS for duration in seconds)
     yield _row(f"make bench: done in {BENCH_SECONDS:.0f} s", in_time, times, least=1.0)
 
 
 def _row(name: str, seen: int, tried: int, most: float = 1.0, least: float = 0.0) -> Row:
-    """A share that has to be at most, or at least, so large."""
+    """Return the row of a share with its limit."""
     rule = f"at most {most:.0%}" if most < 1 else f"at least {least:.0%}" if least else ""
     is_more = stats.binomtest(seen, tried, most, "greater").pvalue < 0.01
     return Row(name, seen, tried, rule, least <= seen / tried and not is_more)
@@ -194,11 +180,11 @@ def _row(name: str, seen: int, tried: int, most: float = 1.0, least: float = 0.0
 
 def main() -> int:
     """Print the shares; 1 if one of them misses what it should be."""
-    args = options(__doc__, sweeps=(1000, "of each kind"), bench=(int, "run make bench so often instead"))
+    args = options(__doc__, sweeps=(1000, "of each kind"), bench=(int, "repeats of make bench instead"))
     random = np.random.default_rng(0)
-    made = chain(identical(random, args.sweeps), decided(random, args.sweeps))
+    simulated = chain(identical(random, args.sweeps), decided(random, args.sweeps))
     rows = []
-    for row in bench(args.bench) if args.bench else made:
+    for row in bench(args.bench) if args.bench else simulated:
         print(row, flush=True)
         rows.append(row)
     if args.bench:

@@ -1,4 +1,4 @@
-"""Whether real training comes to a result: digits to an accuracy, text to its bits per byte.
+"""Whether real training reaches a goal: an accuracy on digits, bits per byte on text.
 
     make train-for-real
 
@@ -29,14 +29,8 @@ def main() -> int:
     """Print the figures; 1 if they miss a requirement."""
     options(__doc__)
     with TemporaryDirectory() as folder:
-        ddp, fsdp, text = (
-            _train(experiment, layout, figure, Path(folder))
-            for experiment, layout, figure in (
-                ("digits_resnet18", "ddp", "top1"),
-                ("digits_resnet18", "fsdp", "top1"),
-                ("stdlib_gpt_tiny", "pdp", "bits_per_byte"),
-            )
-        )
+        ddp, fsdp = (_train("digits_resnet18", layout, "top1", Path(folder)) for layout in ("ddp", "fsdp"))
+        text = _train("stdlib_gpt_tiny", "pdp", "bits_per_byte", Path(folder))
     bigram = bigram_bits_per_byte()
     print(f"a bigram model that has counted the same files  {bigram:.3f} bits per byte")
     accuracies = [run["evaluations"][-1]["top1"] for run in (ddp, fsdp)]
@@ -59,20 +53,19 @@ def main() -> int:
 
 
 def _train(experiment: str, layout: str, figure: str, folder: Path) -> dict[str, Any]:
-    """The record of a run, with its name and the seconds from the command to its exit; prints its curve."""
+    """Run an experiment and print its curve; return its record, with its name and its seconds."""
     name, started = f"{experiment} {layout}", time.perf_counter()
     record = trained(folder / name, f"experiment={experiment}", f"parallel={layout}", "device=cpu")
     seconds = time.perf_counter() - started
-    curve = "  ".join(f"{one['step']}: {one[figure]:.4g}" for one in record["evaluations"])
+    curve = "  ".join(f"{entry['step']}: {entry[figure]:.4g}" for entry in record["evaluations"])
     print(f"{name}, {figure} after steps  {curve}", flush=True)
     return {**record, "name": name, "seconds": seconds}
 
 
 def bigram_bits_per_byte(*overrides: str) -> float:
-    """Return what counting pairs of bytes comes to on the files that ``experiment=stdlib_gpt_tiny`` holds out.
+    """Return what a model of pairs of bytes reaches on the held-out files of ``experiment=stdlib_gpt_tiny``.
 
-    Every pair is counted once more than it occurs (Laplace), so that those that occur in the held-out files only have a
-    probability too.
+    Laplace smoothing: pairs that only the held-out files have get a probability, too.
     """
     training = run_spec.specify(read("experiment=stdlib_gpt_tiny", *overrides), None).training
     assert training

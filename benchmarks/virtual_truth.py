@@ -60,7 +60,6 @@ GPUS = {"h100": [f"virtual.gpu.memory={96 * 2**30}", "virtual=h100"], "h200": ["
 #: The virtual GPU of each device that ``make gpu-check`` has measured.
 DEVICES = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
 
-
 VIRTUAL = Matrix.load("virtual")
 
 

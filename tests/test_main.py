@@ -84,15 +84,6 @@ class TestStatus:
         for name in ("status", "report", "explain"):
             assert ptdbench(name, tmp_path) == (1, [], [expected])
 
-    def test_status_imports_no_torch(self, sweep, environ):
-        """It imports no torch: that would cost seconds each time somebody looks."""
-        sweep.begin(0)
-        (sweep.path.parent / "torch.py").write_text("raise ImportError('it would cost seconds')")
-        blocked = {**environ, "PYTHONPATH": str(sweep.path.parent)}
-        done = call(sys.executable, "-m", "ptdbench", "status", sweep.path, cwd=ROOT, environ=blocked)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "toy ddp" in done.stdout
-
 
 @pytest.mark.parametrize(
     "words", [["-m", "ptdbench", "train"], [ROOT / "train.py"], ["-m", "ptdbench", "report", "."]], ids=str

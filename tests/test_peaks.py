@@ -6,15 +6,12 @@ from ptdbench.peaks import DENSE_PEAKS, dense_peak
 from tests.conftest import ROOT
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "tflops"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312), ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
-        ("NVIDIA A100-SXM4-80GB", "tf32", 156), ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
-        ("NVIDIA H200", "fp8", 1978.9), ("NVIDIA B300 SXM6 AC", "fp8", 4500), ("Tesla V100-SXM2-32GB", "fp16", 125),
-        ("AMD Instinct MI250X", "bf16", 191.5),  # of a die
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "dtype", "tflops"), [
+    ("NVIDIA A100-SXM4-80GB", "bf16", 312), ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
+    ("NVIDIA A100-SXM4-80GB", "tf32", 156), ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+    ("NVIDIA H200", "fp8", 1978.9), ("NVIDIA B300 SXM6 AC", "fp8", 4500), ("Tesla V100-SXM2-32GB", "fp16", 125),
+    ("AMD Instinct MI250X", "bf16", 191.5),  # of a die
+])  # fmt: skip
 def test_a_peak_is_that_of_the_data_sheet(name, dtype, tflops):
     assert dense_peak(name, dtype) == (pytest.approx(tflops * 1e12), None)
 

@@ -33,15 +33,12 @@ class Mute(ValueError):
         raise RuntimeError
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("one"), "one"),
-        (ValueError("\n  two\nthree"), "two"),
-        (ValueError(), "ValueError"),
-        (Mute(), "(no message: the exception's own __str__ raised RuntimeError)"),
-    ],
-)
+@pytest.mark.parametrize(("error", "line"), [
+    (ValueError("one"), "one"),
+    (ValueError("\n  two\nthree"), "two"),
+    (ValueError(), "ValueError"),
+    (Mute(), "(no message: the exception's own __str__ raised RuntimeError)"),
+])  # fmt: skip
 def test_first_line_of_an_error(error, line):
     assert first_line(error) == line
 

@@ -92,10 +92,3 @@ def test_what_is_missing_is_done_again_in_its_place_and_more_blocks_are_added(sw
     assert {alternative(record) for record in added} == {1e-3, 1e-4}
     assert forked.train_py("sweep.resume=sweep", cwd=sweep.parent).returncode == 0  # it has three blocks from now on
     assert runs(sweep) == again
-
-
-def test_auto_ends_where_nothing_is_to_be_compared_at_the_first_look(tmp_path, train):
-    done = train(*TOY, "repeat=auto", "repeat.max=8")
-    assert done.returncode == 0, done.stderr
-    assert [block(record) for record in runs(tmp_path / "sweep").values()] == [0, 1, 2]
-    assert "3 blocks of at most 8: nothing to compare" in done.stderr.splitlines()

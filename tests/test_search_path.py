@@ -49,14 +49,11 @@ def test_ranks_start_beside_files_named_like_modules(folder, environ):
     assert [record["status"] for record in records(folder)] == ["ok"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["-c", f"{search_path.LAST}\n{SPAWNED}"], "0 True True True\n"),
-        ([*search_path.module("platform"), "--terse"], None),
-        ([*search_path.module("ptdbench"), "status", "."], ""),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["-c", f"{search_path.LAST}\n{SPAWNED}"], "0 True True True\n"),
+    ([*search_path.module("platform"), "--terse"], None),
+    ([*search_path.module("ptdbench"), "status", "."], ""),
+])  # fmt: skip
 def test_other_processes_start_beside_files_named_like_modules(folder, environ, words, said):
     done = call(sys.executable, *words, cwd=folder, environ=environ)
     assert done.returncode == (said == ""), done.stderr

@@ -14,31 +14,25 @@ from tests.conftest import ROOT
 from tests.programs import Terminal
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("two\nlines\tand ä·µ模…", "two\nlines\tand ä·µ模…"),
-        ("\x1b[31mred\x1b[0m\x07\r\x00", r"\x1b[31mred\x1b[0m\x07\x0d\x00"),
-        ("\x7f\x80\x9b\x9f\xa0", "\\x7f\\x80\\x9b\\x9f\xa0"),
-        ("\udcff\ud800", r"\udcff\ud800"),
-        (r"\x1b", r"\x1b"),
-        ("pay\u202egpj.exe \u2066a\u2069\u200f\u061c\u2028", r"pay\u202egpj.exe \u2066a\u2069\u200f\u061c\u2028"),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), [
+    ("two\nlines\tand ä·µ模…", "two\nlines\tand ä·µ模…"),
+    ("\x1b[31mred\x1b[0m\x07\r\x00", r"\x1b[31mred\x1b[0m\x07\x0d\x00"),
+    ("\x7f\x80\x9b\x9f\xa0", "\\x7f\\x80\\x9b\\x9f\xa0"),
+    ("\udcff\ud800", r"\udcff\ud800"),
+    (r"\x1b", r"\x1b"),
+    ("pay\u202egpj.exe \u2066a\u2069\u200f\u061c\u2028", r"pay\u202egpj.exe \u2066a\u2069\u200f\u061c\u2028"),
+])  # fmt: skip
 def test_control_characters_are_escaped(text, shown):
     assert plain(text) == plain(plain(text)) == shown
 
 
-@pytest.mark.parametrize(
-    ("typed", "train", "status"),
-    [
-        (["train.py", "-m"], "python train.py", "python -m ptdbench status"),
-        (["/env/bin/ptdbench"], "ptdbench train", "ptdbench status"),
-        (["/lib/ptdbench/__main__.py"], "python -m ptdbench train", "python -m ptdbench status"),
-        (["train.py", "-cd", "my conf", "-m"], "python train.py --config-dir 'my conf'", "python -m ptdbench status"),
-        (["ptdbench", "--config-dir=mine"], "ptdbench train --config-dir mine", "ptdbench status"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "train", "status"), [
+    (["train.py", "-m"], "python train.py", "python -m ptdbench status"),
+    (["/env/bin/ptdbench"], "ptdbench train", "ptdbench status"),
+    (["/lib/ptdbench/__main__.py"], "python -m ptdbench train", "python -m ptdbench status"),
+    (["train.py", "-cd", "my conf", "-m"], "python train.py --config-dir 'my conf'", "python -m ptdbench status"),
+    (["ptdbench", "--config-dir=mine"], "ptdbench train --config-dir mine", "ptdbench status"),
+])  # fmt: skip
 def test_hint_names_the_typed_program(typed, train, status, monkeypatch):
     monkeypatch.setattr(sys, "argv", typed)
     assert (command(), command("status")) == (train, status)
@@ -52,13 +46,10 @@ def test_hint_names_no_missing_file(monkeypatch, tmp_path):
     assert command() == "ptdbench train"
 
 
-@pytest.mark.parametrize(
-    ("encoding", "written"),
-    [
-        ("ascii", "toy \\xb7 fp32 \\xb13%\\u2026\n\\u2500\\u2500\\u2500\\xe92\\x1b\n"),
-        ("latin-1", "toy · fp32 ±3%\\u2026\n\\u2500\\u2500\\u2500é2\\x1b\n"),
-    ],
-)
+@pytest.mark.parametrize(("encoding", "written"), [
+    ("ascii", "toy \\xb7 fp32 \\xb13%\\u2026\n\\u2500\\u2500\\u2500\\xe92\\x1b\n"),
+    ("latin-1", "toy · fp32 ±3%\\u2026\n\\u2500\\u2500\\u2500é2\\x1b\n"),
+])  # fmt: skip
 def test_characters_the_stream_lacks_are_escaped(encoding, written):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding)

@@ -25,13 +25,3 @@ def test_text_is_learned_better_than_pairs_of_bytes(run):
     record = run("experiment=stdlib_gpt_tiny", "parallel=pdp", *SHORT, few, "train.steps=150", "model.layers=2")
     assert record["status"] == "ok", record["error"]
     assert 2 < record["evaluations"][-1]["bits_per_byte"] < bigram_bits_per_byte(few)
-
-
-def test_data_that_are_not_there_are_refused_before_a_process_is_started(run, tmp_path):
-    (tmp_path / "cifar").mkdir()
-    record = run("experiment=cifar10_resnet18", f"data.root={tmp_path}/cifar", "device=cpu")
-    error = record["error"]
-    assert (record["status"], error["type"], error["rank"]) == ("failed", "ConfigError", -1)
-    rule = "has neither cifar-10-batches-py nor cifar-10-python.tar.gz, "
-    assert error["message"].startswith(f"data.root={tmp_path}/cifar: {rule}")
-    assert list((tmp_path / "cifar").iterdir()) == []

@@ -12,10 +12,9 @@ import pytest
 
 from ptdbench.records.store import load_record
 from tests.conftest import record_of
-from tests.forked import Started, started, train_py
+from tests.forked import Started, started
 from tests.launch.patient import patient
 from tests.programs import TRAIN, until
-from tests.refusals import Abridged
 
 pytestmark = pytest.mark.ranks
 
@@ -109,14 +108,6 @@ def test_full_disk_is_one_message_and_leaves_no_partial_file(tmp_path, tmpfs, ki
     assert "Traceback" not in done.stdout + done.stderr
     for record in (disk / kind).glob("**/record.json"):
         assert load_record(record.parent)["error"]["type"] == "Unfinished"  # an older one, whole
-
-
-def test_read_only_outputs_are_refused_before_the_start(tmp_path, tmpfs):
-    disk = tmpfs("ro")
-    done = train_py("model=toy", f"hydra.run.dir={disk}/run", cwd=tmp_path)
-    assert done.returncode == 1
-    told = f"hydra.run.dir={disk}/run: nothing can be written there (Read-only file system); give one that …"
-    assert done.stderr.strip() == Abridged(told)
 
 
 def test_lost_node_is_a_row_with_that_reason(tmp_path, slurm):

@@ -32,7 +32,7 @@ from .rounds import FAULTS, Round, Setting
 
 
 def main() -> int:
-    """Print the table; 1 if anything was lost."""
+    """Print the table; return 1 if anything was lost."""
     args = options(
         __doc__,
         rounds=(200, "on this machine"),
@@ -43,15 +43,15 @@ def main() -> int:
         jobs=(2, "rounds at a time on this machine"),
         tree=(ROOT, "attack that checkout"),
     )
-    every = [*map(str, range(1, args.rounds + 1)), *(f"s{number}" for number in range(1, args.slurm + 1))]
-    names, tree = [*dict.fromkeys(args.only)] or every, args.tree.resolve()
+    everything = [*map(str, range(1, args.rounds + 1)), *(f"s{number}" for number in range(1, args.slurm + 1))]
+    names, tree = [*dict.fromkeys(args.only)] or everything, args.tree.resolve()
     print(f"seed {args.seed}, attacking {tree}", flush=True)
     base, ended = Path(mkdtemp(prefix="ptdbench-attack-")), list[Round]()
     setting = Setting(tree, base, environ(tree), base.name, args.seed)
     until = time.monotonic() + 60 * args.minutes
     try:
         with _nothing_left(setting):
-            # One by one, so that those that have ended are shown in any case; SLURM's nodes are for one at a time.
+            # Extended round by round, so that an interrupted attack shows those that have ended.
             if here := [name for name in names if not name.startswith("s")]:
                 ended.extend(_attacked(_prepared(setting, here, Round), until, args.jobs))
             if there := [name for name in names if name not in here]:
@@ -61,38 +61,39 @@ def main() -> int:
     finally:
         if ended:
             _show(ended, len(names), args)
-        if not any(one.faults for one in ended):
+        is_faulty = any(attacked.faults for attacked in ended)
+        if not is_faulty:
             shutil.rmtree(base, ignore_errors=True)
-    return int(any(one.faults for one in ended))
+    return int(is_faulty)
 
 
 def environ(tree: Path) -> dict[str, str]:
-    """A person's variables; modules come from the tree, and what only the attack has from here."""
+    """Return a user's variables: modules come from the attacked tree, and then from this one."""
     return {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}"}
 
 
 def _prepared(setting: Setting, names: Sequence[str], kind: type[Round]) -> list[Round]:
-    """The rounds of these names, once their commands have been carried out undisturbed."""
+    """Return rounds by their names, after runs of their commands without an attack."""
     chosen = {name: kind.scenario_of(int(name.lstrip("s"))) for name in names}
-    known = {scenario: rounds.reference(setting, scenario) for scenario in dict.fromkeys(chosen.values())}
-    return [kind(setting, name, scenario, known[scenario]) for name, scenario in chosen.items()]
+    references = {scenario: rounds.reference(setting, scenario) for scenario in dict.fromkeys(chosen.values())}
+    return [kind(setting, name, scenario, references[scenario]) for name, scenario in chosen.items()]
 
 
 def _attacked(prepared: Sequence[Round], until: float, jobs: int) -> Iterator[Round]:
-    """Rounds as they end, some at a time; none begins after ``until``."""
+    """Run ``jobs`` rounds at a time, and yield them as they end; none begins after ``until``."""
 
-    def attacked(one: Round) -> Round | None:
+    def attacked(chosen: Round) -> Round | None:
         if time.monotonic() > until:
             return None
-        one.attack()
-        return one
+        chosen.attack()
+        return chosen
 
     with ThreadPoolExecutor(jobs, initializer=victims.hurry) as pool:
-        waiting: list[Future[Round | None]] = [pool.submit(attacked, one) for one in prepared]
+        waiting: list[Future[Round | None]] = [pool.submit(attacked, chosen) for chosen in prepared]
         try:
             for done in as_completed(waiting):
                 if ended := done.result():
-                    _tell(ended)
+                    _report(ended)
                     yield ended
         except BaseException:
             victims.STOPPED.set()
@@ -102,8 +103,8 @@ def _attacked(prepared: Sequence[Round], until: float, jobs: int) -> Iterator[Ro
             raise
 
 
-def _tell(ended: Round) -> None:
-    """Say how a round went; keep its folder only if that is worth a look."""
+def _report(ended: Round) -> None:
+    """Print the outcome of a round, and delete its folder unless it had a fault."""
     whom = ", ".join(map(str, ended.killed)) or "nobody"
     verdict = "FAULT" if ended.faults else "ok"
     print(f"{ended.name:>4} {ended.scenario.name}: {whom} killed, {ended.when}: {verdict}", file=sys.stderr, flush=True)
@@ -117,7 +118,7 @@ def _tell(ended: Round) -> None:
 
 @contextmanager
 def _nothing_left(setting: Setting) -> Iterator[None]:
-    """However the attack ends, its victims end with it."""
+    """Kill all victims when the attack ends, for whatever reason."""
 
     def stop(number: int, _: Any) -> None:
         victims.STOPPED.set()
@@ -133,17 +134,17 @@ def _nothing_left(setting: Setting) -> Iterator[None]:
 
 
 def _show(ended: Sequence[Round], chosen: int, args: argparse.Namespace) -> None:
-    """Print rounds, kills, those at a birth, and the rounds with each kind of fault, by scenario and in all."""
+    """Print the numbers of rounds, kills, kills at a birth and each kind of fault, by scenario and in total."""
     rows = []
-    for name in (*dict.fromkeys(one.scenario.name for one in ended), "all"):
-        some = [one for one in ended if name in (one.scenario.name, "all")]
-        faults = [sum(any(kind == seen for seen, _ in one.faults) for one in some) for kind in FAULTS]
-        kills, births = sum(bool(one.killed) for one in some), sum(one.at_birth for one in some)
-        rows.append([name, len(some), kills, births, *faults])
+    for name in (*dict.fromkeys(attacked.scenario.name for attacked in ended), "all"):
+        of_row = [attacked for attacked in ended if name in (attacked.scenario.name, "all")]
+        faults = [sum(kind in dict(attacked.faults) for attacked in of_row) for kind in FAULTS]
+        kills, births = sum(bool(each.killed) for each in of_row), sum(each.at_birth for each in of_row)
+        rows.append([name, len(of_row), kills, births, *faults])
     print(drawn(["scenario", "rounds", "kills", "50 ms of a birth", *FAULTS.values()], rows))
-    failed = [one for one in ended if one.faults]
-    for one in failed:
-        print(f"{one.name}: {', '.join(dict.fromkeys(kind for kind, _ in one.faults))}: {one.folder}")
+    failed = [attacked for attacked in ended if attacked.faults]
+    for attacked in failed:
+        print(f"{attacked.name}: {', '.join(dict(attacked.faults))}: {attacked.folder}")
     if left_out := chosen - len(ended):
         print(f"{left_out} of {chosen} rounds were left out: interrupted, or --minutes {args.minutes:g} over")
     judged(f"seed {args.seed}: {len(failed)} of {len(ended)} rounds with a fault", "0", not failed)

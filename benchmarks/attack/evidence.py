@@ -1,4 +1,4 @@
-"""What a victim has left on the disk, read by ``json`` and NumPy alone: the product's own readers may be at fault."""
+"""What a victim leaves on the disk, read with ``json`` and NumPy, as the product's own readers may have the fault."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import numpy as np
 
 RECORD, RESULTS = "record.json", "results.jsonl"
 
-#: Hidden names that are not temporary: Hydra's folder, the lock of a directory, a file of each of torch's checkpoints.
+#: Hidden names that are not temporary: Hydra's folder, a directory's lock, and a file of torch's checkpoints.
 _EXPECTED = (".hydra", ".lock", ".metadata")
 
-#: Fields that the end of a run changes, after its steps are safe in a record that is ok.
+#: Fields that the end of a run changes after its record is ok.
 _OF_THE_END = ("environment", "nodes", "remarks")
 
 
 def directories(folder: Path) -> list[Path]:
-    """What a person finds below ``outputs``: one run or one sweep, or nothing."""
-    found = folder.glob("outputs/*")
-    return sorted(path for path in found if not path.name.startswith(".") and not path.is_symlink())  # the newest
+    """Return the visible directories below ``outputs``: a run or a sweep, or nothing."""
+    visible = folder.glob("outputs/[!.]*")
+    return sorted(path for path in visible if not path.is_symlink())  # as latest is
 
 
 def run_directories(folder: Path, is_sweep: bool) -> list[Path]:
-    """Every directory of a run below ``outputs``, but for those with a hidden name."""
-    found = directories(folder)
+    """Return the visible directories of runs below ``outputs``."""
+    paths = directories(folder)
     if is_sweep:
-        found = [path for sweep in found for path in sweep.glob("[0-9]*_*")]
-    return sorted(path for path in found if path.is_dir() and not path.name.startswith("."))
+        paths = [path for sweep in paths for path in sweep.glob("[0-9]*_*")]
+    return sorted(path for path in paths if path.is_dir())
 
 
 def strict(text: bytes) -> Any:
@@ -43,7 +43,7 @@ def strict(text: bytes) -> Any:
 
 
 def invalid(directory: Path) -> str:
-    """What is wrong with the record of a run; nothing for a valid one."""
+    """Return what is wrong with the record of a run, or an empty string."""
     try:
         record = strict((directory / RECORD).read_bytes())
     except OSError as error:
@@ -56,49 +56,46 @@ def invalid(directory: Path) -> str:
 
 
 def record_of(directory: Path) -> dict[str, Any]:
-    """The record of a run; empty where it has no valid one."""
+    """Return the record of a run, or an empty one if it is invalid."""
     return {} if invalid(directory) else strict((directory / RECORD).read_bytes())
 
 
 def finished(folder: Path, is_sweep: bool) -> dict[Path, bytes]:
-    """The bytes of the record of every run that was ok."""
+    """Return the bytes of the record of every run that is ok."""
     ok = [path for path in run_directories(folder, is_sweep) if record_of(path).get("status") == "ok"]
     return {path: (path / RECORD).read_bytes() for path in ok}
 
 
 def changed(directory: Path, before: bytes) -> bool:
-    """Whether something is not as it was in the record of a run that was ok; the profiling pass may add to it."""
+    """Return whether a field of an ok run's record has changed; the profiling pass may add fields."""
     was, now = strict(before), record_of(directory)
     return any(value is not None and now.get(name) != value for name, value in was.items() if name not in _OF_THE_END)
 
 
 def losses(directory: Path) -> list[float]:
-    """The losses of a run's steps; none where its series are missing or end in the middle of a block."""
-    path, found = directory / "series.npy", list[float]()
+    """Return the losses of a run's steps; none if its series are missing or end in the middle of a block."""
+    path, values = directory / "series.npy", list[float]()
     try:
         with path.open("rb") as file:
             while file.tell() < path.stat().st_size:
-                found += np.load(file, allow_pickle=False)["loss"].tolist()
+                values += np.load(file, allow_pickle=False)["loss"].tolist()
     except (OSError, ValueError):
         return []
-    return found
+    return values
 
 
 def ok_in_results(folder: Path) -> set[str]:
-    """The runs of sweeps whose last line of results that parses says that they were ok, by their directories' names."""
+    """Return the directory names of the runs that are ok by their last valid line in the results of a sweep."""
     status = {}
     for sweep in directories(folder):
         for _, record in _lines(sweep / RESULTS):
             if isinstance(record, dict) and "directory" in record:
                 status[Path(record["directory"]).name] = record.get("status")
-    return {name for name, said in status.items() if said == "ok"}
+    return {name for name, last in status.items() if last == "ok"}
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """The complete lines of a sweep's results with their numbers; of one that does not parse the error.
-
-    A last line without its end is dropped when the next one is written, as README says.
-    """
+    """Yield the number of each complete line of a sweep's results, and its record or the error in it."""
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
         try:
             yield number, strict(line)
@@ -107,7 +104,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def half_written(folder: Path) -> Iterator[str]:
-    """Files and checkpoints that bear their final name and are not whole; records are looked at by themselves."""
+    """Yield files, but no records, that have their final names and are incomplete."""
     for path in sorted(folder.glob("outputs/**/*")):
         if not path.is_file() or any(map(_is_temporary, path.relative_to(folder).parts)):
             continue

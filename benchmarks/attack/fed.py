@@ -1,4 +1,4 @@
-"""Data for the victims that shall have data workers."""
+"""Data for victims with data workers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from ptdbench.data.synthetic import SyntheticVectors
 
 
 class Fed(SyntheticVectors):
-    """Synthetic vectors that a process beside each rank makes."""
+    """Synthetic vectors from a worker process of each rank."""
 
     workers = 1

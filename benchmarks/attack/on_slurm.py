@@ -1,4 +1,4 @@
-"""Rounds on a SLURM of two nodes: who submits is killed, or a rank, or a job's batch step."""
+"""Rounds on a SLURM cluster of two nodes: the submitter is killed, a rank, or a job's batch step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .victims import Process, Victim
 
 SUBMISSION, JOBS = SCENARIOS["slurm, submission"], SCENARIOS["slurm, jobs"]
 
-#: Seconds that the queue may take to empty itself; the jobs of a round need a few.
+#: Seconds in which the queue must become empty; the jobs of a round need a few.
 _QUEUE = 180.0
 
 
 @contextmanager
 def cluster() -> Iterator[Mapping[str, str]]:
-    """Start a cluster that lives as long as this is open; the variables by which its commands find it."""
+    """Start a cluster for as long as this is open; yield the variables by which SLURM's commands find it."""
     folder = Path(mkdtemp(prefix="ptdbench-slurm-", dir="/tmp"))  # sockets in it need a short path
     command = [sys.executable, "-m", "tests.slurm_cluster"]
     try:
@@ -41,12 +41,12 @@ def cluster() -> Iterator[Mapping[str, str]]:
 
 @dataclass
 class SlurmRound(Round):
-    """One attack on a sweep whose runs are jobs, which takes the whole queue for its own."""
+    """One attack on a sweep of jobs, which has the queue for itself."""
 
     scenario_of: ClassVar = staticmethod(lambda number: (SUBMISSION, JOBS)[number % 2])
 
     def attack(self) -> None:
-        """Start a fresh sweep, kill, and look for everything that may be wrong."""
+        """Start a sweep, kill processes, and look for faults."""
         rng = random.Random(f"{self.setting.seed}/{self.name}")
         is_submission = self.scenario is SUBMISSION
         try:
@@ -63,18 +63,16 @@ class SlurmRound(Round):
             victims.sweep_away(self.setting.mark(self.folder))
 
     def _ask(self, *command: str, mark: str = "", check: bool = True) -> subprocess.CompletedProcess[str]:
-        """What a command prints."""
+        """Run a command of SLURM's or the product's."""
         environ = {**self.setting.environ, **({victims.MARK: mark} if mark else {})}
-        return subprocess.run(
-            command, cwd="/", env=environ, capture_output=True, text=True, timeout=120, check=check
-        )  # fmt: skip
+        return subprocess.run(command, cwd="/", env=environ, capture_output=True, text=True, timeout=120, check=check)
 
     def _jobs(self) -> set[str]:
-        """The jobs that wait or run."""
+        """Return the jobs that wait or run."""
         return set(self._ask("squeue", "--noheader", "--array", "--format=%i").stdout.split())
 
     def _empties(self) -> bool:
-        """Whether all jobs end in time."""
+        """Return whether all jobs end in time."""
         end = time.monotonic() + _QUEUE
         while (there := self._jobs()) and time.monotonic() < end and not victims.STOPPED.is_set():
             time.sleep(0.5)
@@ -82,7 +80,7 @@ class SlurmRound(Round):
 
     @contextmanager
     def _busy(self) -> Iterator[str]:
-        """Somebody else's job holds both nodes, so that what is submitted waits; its id."""
+        """Hold both nodes by a job of somebody else's, so that others wait; yield its id."""
         command = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000"]
         job = self._ask(*command, mark=self.setting.mark(self.folder)).stdout.strip()
         try:
@@ -93,7 +91,7 @@ class SlurmRound(Round):
             self._ask("scancel", job, check=False)
 
     def _strike_submitter(self, victim: Victim, rng: random.Random) -> dict[Path, bytes]:
-        """Kill train.py, during its submissions or soon after."""
+        """Kill train.py during its submissions, or soon after."""
         during = rng.random() < 0.75
         self.moment = "submission" if during else "following"
         victim.awaits(lambda: any(_submits(process) for process in victim.family()))
@@ -107,7 +105,7 @@ class SlurmRound(Round):
         return {}
 
     def _strike_job(self, victim: Victim, rng: random.Random) -> dict[Path, bytes]:
-        """Kill processes of one of the jobs; half of the time at the birth of the first rank."""
+        """Kill processes of the jobs, in half of the rounds at the birth of the first rank."""
         at_birth, born = int(self.name[1:]) // 2 % 2 == 0, list[float]()
         self.moment = "birth" if at_birth else "run"
 
@@ -116,14 +114,14 @@ class SlurmRound(Round):
             return bool(born)
 
         first = min(born) if victim.awaits(is_born, lambda: victims.IDLE) else None
-        after = rng.random() * (0.5 * rounds.BIRTH if at_birth else self.known.seconds - self.known.birth)
+        after = rng.random() * (0.5 * rounds.BIRTH if at_birth else self.reference.seconds - self.reference.birth)
         time.sleep(max(0.0, (first or 0) + after - victims.now()))
         before = evidence.finished(victim.folder, is_sweep=True)
         self.kill(in_jobs(victim.mark), rng, first)
         return before
 
     def _see_jobs_known(self, other: str) -> None:
-        """After 15 s at most ``status`` knows every job that is in the queue, but for somebody else's."""
+        """Require that ``status`` lists every job but ``other`` within 15 s."""
         end, unknown = time.monotonic() + rounds.LEFT, set[str]()
         while True:
             shown = "".join(self._status(sweep).stdout for sweep in evidence.directories(self.folder))
@@ -138,12 +136,12 @@ class SlurmRound(Round):
         return self._ask(*command, mark=self.setting.mark(self.folder), check=False)
 
     def settle(self, victim: Victim | None, when: str = "") -> None:
-        """Wait for the jobs, and for train.py where it follows them; then every run that had a job has an end."""
+        """Wait for the jobs, and for train.py if it follows them; then require an end of every run that had a job."""
         if not self._empties():
             self.fault("left", f"{when}after {_QUEUE:.0f} s there are jobs: {' '.join(sorted(self._jobs()))}")
         if victim is None:
             return
-        if not victim.ends_within(self.known.patience):
+        if not victim.ends_within(self.reference.patience):
             self.fault("left", "train.py still follows, and no job is in the queue")
         for sweep in evidence.directories(self.folder):
             status = self._status(sweep)
@@ -160,8 +158,8 @@ def _submits(process: Process) -> bool:
 
 
 def in_jobs(mark: str) -> list[Process]:
-    """A victim's processes in SLURM's jobs: ranks, batch scripts, the srun in them."""
-    found = []
+    """Return a victim's processes in SLURM's jobs: ranks, batch scripts, the srun in them."""
+    processes = []
     for process in victims.left(mark):
         path = Path("/proc", str(process.pid))
         with suppress(OSError, IndexError):
@@ -172,8 +170,8 @@ def in_jobs(mark: str) -> list[Process]:
             role = "srun" if name == "srun" else "helper"
             if of_slurm:
                 role = "rank" if name.startswith("python") else "batch step"
-            found.append(Process(process.pid, role, process.command))
-    return found
+            processes.append(Process(process.pid, role, process.command))
+    return processes
 
 
 def _name_and_parent(path: Path) -> tuple[str, str]:
@@ -182,7 +180,7 @@ def _name_and_parent(path: Path) -> tuple[str, str]:
 
 
 def _had_job(sweep: Path, run: Path) -> bool:
-    """Whether SLURM took a job for the run; without an id it was noted down, and never came to be one."""
+    """Return whether SLURM accepted a job for the run: a job without an id was only planned."""
     with suppress(OSError, ValueError):
         jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
         return any(job["id"] and job["directory"] == run.name for job in jobs)

@@ -1,4 +1,4 @@
-"""What is attacked: commands, and how they go undisturbed."""
+"""Attacked commands, and their runs without an attack."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 import yaml
 
-#: A command that is not hurt may take this many times what it took undisturbed, and this many seconds more.
+#: A command that is not hit may take so many times the time of its reference, and so many seconds more.
 PATIENCE = (3, 60)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is attacked, of ``scenarios.yaml``."""
+    """An attacked command, of ``scenarios.yaml``."""
 
     name: str  #: In the table.
     overrides: tuple[str, ...]  #: The command line.
-    moments: tuple[str, ...]  #: When processes are killed, where it is not at the first birth.
+    moments: tuple[str, ...]  #: Of kills, other than the first birth.
     runs: int = 0  #: Of a sweep; 0 for a single run.
     resumes: bool = False  #: Whether the command is resumed.
 
@@ -29,13 +29,13 @@ class Scenario:
         return self.runs > 0
 
     def command(self, tree: Path, directory: str | None = None) -> list[str]:
-        """What a person would type; in a directory of the product's choice where none is named."""
+        """Return the command line, with a directory of the product's choice by default."""
         option = "hydra.sweep.dir" if self.is_sweep else "hydra.run.dir"
         place = [f"{option}={directory}"] if directory else []
         return [sys.executable, str(tree / "train.py"), *["-m"] * self.is_sweep, *self.overrides, *place]
 
     def resume(self, tree: Path, directory: Path) -> list[str]:
-        """What a person would type to go on."""
+        """Return the command line that resumes it."""
         words = ["-m", f"sweep.resume={directory}"] if self.is_sweep else [f"resume={directory}"]
         return [sys.executable, str(tree / "train.py"), *words]
 
@@ -47,18 +47,18 @@ SCENARIOS = {
     for name, entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
 }
 
-#: The order in which rounds take them: what is resumed costs twice as much, and is what most can go wrong with.
+#: The order of rounds; those with a resume find the most faults, and cost twice as much.
 TURNS = ("run", "sweep", "checkpoints", "run", "data workers", "checkpoints", "sweep", "run", "sweep, checkpoints")
 
 
 def of_round(number: int) -> Scenario:
-    """The scenario of a round on this machine."""
+    """Return the scenario of a round on this machine."""
     return SCENARIOS[TURNS[number % len(TURNS)]]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The command of a scenario, undisturbed."""
+    """The command of a scenario without an attack."""
 
     birth: float  #: Seconds from its start to the first rank.
     seconds: float  #: And to its end.
@@ -66,5 +66,5 @@ class Reference:
 
     @property
     def patience(self) -> float:
-        """How long one that was not hurt may take, in seconds."""
+        """The seconds that a command may take if it is not hit."""
         return PATIENCE[0] * self.seconds + PATIENCE[1]

@@ -1,4 +1,4 @@
-"""Commands that are attacked: their processes, the birth of their ranks, and what is left of them."""
+"""Attacked commands: their processes, the births of their ranks, and processes that are left."""
 
 from __future__ import annotations
 
@@ -13,48 +13,40 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-#: The variable by which a victim's processes are known: /proc shows of a fork what its program began with.
+#: The variable that marks a victim's processes: /proc shows the variables that a program began with, also of forks.
 MARK = "PTDBENCH_ATTACK"
 
-#: Set when the attack itself is asked to end: from then on nothing is started.
+#: Set when the attack is to end: from then on no command is started.
 STOPPED = threading.Event()
 
-#: Seconds between two looks: while nothing is expected, while a file is, and while a birth is.
+#: Seconds between two looks: while nothing, a file, or a birth is expected.
 IDLE, KEEN, EAGER = 0.01, 0.002, 0.0005
 
-#: The priority that this process was started with, and its victims have.
+#: The priority of this process at its start, and of its victims.
 _NICE = os.getpriority(os.PRIO_PROCESS, 0)
 
-#: Seconds that a victim gets to come to the moment of its kill; then the moment is now.
+#: Seconds until a victim is killed in any case.
 LIMIT = 300.0
 
 
 class Interrupted(Exception):
-    """The attack ends, and its rounds with it."""
+    """The attack is to end."""
 
 
 @dataclass(frozen=True)
 class Process:
     """A process of a victim."""
 
-    pid: int  #: Its id.
-    role: str  #: What it is to the victim: ``train.py``, ``fork server``, ``rank``, ...
-    command: str = ""  #: Its command line, as far as a report needs it.
+    pid: int
+    role: str  #: ``train.py``, ``fork server``, ``rank``, ...
+    command: str = ""  #: The command line, if a report needs it.
 
     def __str__(self) -> str:
         return f"{self.role} {self.pid}"
 
 
 class Victim:
-    """One command of the product.
-
-    Args:
-        command: What a person would type.
-        folder: Where; its output goes there, into ``log``.
-        mark: The value of :data:`MARK` for its processes.
-        environ: Its variables, but for that one.
-        log: The file for what it prints.
-    """
+    """A command of the product; it runs in ``folder``, with its output in ``log`` there, and :data:`MARK` set."""
 
     def __init__(
         self, command: Sequence[str], folder: Path, mark: str, environ: Mapping[str, str], log: str = "victim.log"
@@ -68,38 +60,38 @@ class Victim:
                 command, cwd=folder, env={**environ, MARK: mark}, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        with suppress(OSError):  # it has ended already
+        with suppress(OSError):  # of one that has ended
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICE)
 
     @property
     def exit_status(self) -> int | None:
-        """Of the command itself, once it has ended."""
+        """Of the command, once it has ended."""
         return self._process.poll()
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether the command itself ends in time."""
+        """Return whether the command ends in time."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, seconds))
         return self.exit_status is not None
 
-    def awaits(self, reached: Callable[[], object], every: Callable[[], float] = lambda: KEEN) -> bool:
-        """Wait until something is so; whether it was before the victim ended, or the attack, or :data:`LIMIT`."""
+    def awaits(self, reached: Callable[[], object], interval: Callable[[], float] = lambda: KEEN) -> bool:
+        """Wait for a condition; return whether it held before the victim or the attack ended, or :data:`LIMIT`."""
         while self.exit_status is None and not STOPPED.is_set() and time.monotonic() < self.started + LIMIT:
             if reached():
                 return True
-            time.sleep(every())
+            time.sleep(interval())
         return False
 
     def family(self) -> list[Process]:
-        """The command and its descendants, as long as it runs; takes well under a millisecond."""
+        """Return the command and its descendants while it runs; takes well under a millisecond."""
         if self.exit_status is not None:
             return []
         return [Process(self._process.pid, "train.py"), *_descendants(self._process.pid, "train.py")]
 
     def await_birth(self) -> float | None:
-        """Wait for the first rank; when it was born, or ``None`` where the victim ends before. See :func:`now`.
+        """Wait for the first rank; return the time of its birth by :func:`now`, or ``None`` if the victim ends before.
 
-        What the fork server starts before there is a record are no ranks: it imports, and imports may start programs.
+        Forks of the fork server before there is a record are no ranks: imports may start programs.
         """
         opened, born = list[Path](), list[float]()
 
@@ -114,12 +106,12 @@ class Victim:
 
 
 def now() -> float:
-    """The time on the clock of births, in seconds since the machine was started."""
+    """Return the time on the clock of births: seconds since the boot of the machine."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def births(family: Iterable[Process]) -> Iterator[float]:
-    """When the ranks of a family were born, by the kernel's account, which is up to 10 ms early."""
+    """Yield the times of birth of a family's ranks, which the kernel rounds down to 10 ms."""
     for process in family:
         if process.role == "rank":
             with suppress(OSError, IndexError):
@@ -128,48 +120,43 @@ def births(family: Iterable[Process]) -> Iterator[float]:
 
 
 def hurry() -> None:
-    """Let this thread go before the victims, which keep the machine busy, if it may: 50 ms are soon over."""
+    """Give this thread priority over the victims, if permitted: 50 ms are short on a busy machine."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, _NICE - 10)
 
 
 def choose(family: Sequence[Process], rng: random.Random) -> list[Process]:
-    """Whom to kill: mostly one, each role as often as any other; else several or all at once."""
-    by_role = [[one for one in family if one.role == role] for role in sorted({one.role for one in family})]
+    """Choose whom to kill: mostly one process, each role with equal probability; else several, or all."""
+    roles = sorted({process.role for process in family})
+    by_role = [[process for process in family if process.role == role] for role in roles]
     if rng.random() < 0.75:
         return [rng.choice(rng.choice(by_role))]
-    return sorted(rng.sample(family, rng.randint(min(2, len(family)), len(family))), key=lambda one: one.pid)
+    return sorted(rng.sample(family, rng.randint(min(2, len(family)), len(family))), key=lambda process: process.pid)
 
 
 def kill(processes: Iterable[Process]) -> None:
-    """SIGKILL to each that is still there."""
+    """Send SIGKILL to each process that is still there."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
 
 
 def left(mark: str, folder: Path | None = None, in_jobs: bool = True) -> list[Process]:
-    """The processes that bear a mark, or one that begins so, and those that work in ``folder``.
-
-    Args:
-        mark: Value of :data:`MARK`.
-        folder: Where the victim was started.
-        in_jobs: Those of SLURM's jobs too.
-    """
-    found = []
+    """Return the processes with a mark of this prefix, and those that work in ``folder``; ``in_jobs``: also SLURM's."""
+    processes = []
     for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # of one that has ended meanwhile
             environ = (path / "environ").read_bytes()
             is_marked = f"{MARK}={mark}".encode() in environ
             if not is_marked and not (folder and Path(os.readlink(path / "cwd")).is_relative_to(folder)):
                 continue
             if in_jobs or b"SLURM_JOB_ID=" not in environ:
-                found.append(Process(int(path.name), "process", _command(int(path.name))))
-    return found
+                processes.append(Process(int(path.name), "process", _command(int(path.name))))
+    return processes
 
 
 def survivors(mark: str, folder: Path, until: float, in_jobs: bool = True) -> list[Process]:
-    """Those that are still there at ``until``, a time of the monotonic clock; they are killed then."""
+    """Return the processes that are left at ``until``, a time of the monotonic clock, and kill them."""
     while (there := left(mark, folder, in_jobs)) and time.monotonic() < until:
         time.sleep(0.2)
     kill(there)
@@ -177,17 +164,14 @@ def survivors(mark: str, folder: Path, until: float, in_jobs: bool = True) -> li
 
 
 def sweep_away(mark: str) -> None:
-    """Kill whatever bears the mark, until there is nothing."""
+    """Kill all processes with the mark, until there are none."""
     while there := left(mark):
         kill(there)
         time.sleep(0.05)
 
 
 def _descendants(pid: int, role: str) -> Iterator[Process]:
-    """What a process of a role has started, and what that has.
-
-    /proc names the children of each thread at once, where psutil would read every process of the machine.
-    """
+    """Yield the descendants of a process of a role, by /proc: psutil would read every process of the machine."""
     mine, children = _command(pid), list[int]()
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

@@ -18,11 +18,6 @@ from tests.report.made import made
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-@pytest.fixture
-def on_cpu(tmp_path: Path) -> Session:
-    return Session("cpu", {}, tmp_path)
-
-
 class Scripted(Session):
     def __init__(self, *records: dict[str, Any], device: str = H100, **options: Any) -> None:
         super().__init__("cuda", {"devices": [device]}, Path("nowhere"), **options)
@@ -137,16 +132,6 @@ def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None
     assert verdicts(of) == {**dict.fromkeys(passed, True), "pdp of 2": False}
 
 
-@pytest.mark.ranks
-def test_what_is_refused_because_of_gloo_is_told_as_that(on_cpu: Session) -> None:
-    on_one_gpu = ("virtual=h100", "device=auto", "backend=gloo", "cluster.ranks_per_node=2")
-    parts.follows_over_gloo(on_cpu, "pdp of 2", [5.0], "model=gpt_tiny", "parallel=pdp", *on_one_gpu)
-    (check,) = on_cpu.checks
-    assert check["passed"]
-    assert check["said"].startswith("not carried by gloo: ")
-    assert "backend=gloo: cannot send GPU tensors" in check["said"]
-
-
 def test_each_check_is_kept_at_once_and_a_part_replaces_what_it_found_before(tmp_path: Path) -> None:
     path = tmp_path / "results" / "H100.json"
     assert "no results" in session.on_record(path.parent)
@@ -190,17 +175,14 @@ def profiled(other: float = 0.001, weights: int = 51, activations: int = 40, unk
     return {**trained(peak=100), "phases": phases, "memory": {"ranks": kinds}}
 
 
-@pytest.mark.parametrize(
-    ("record", "passed", "said"),
-    [
-        (profiled(0.004), [True, True], ""), (profiled(0.006), [False, True], ""),
-        (profiled(0.004, weights=48, unknown=12), [True, False], ""),
-        (profiled(weights=31, unknown=4), [True, False], ""), (profiled(activations=0, weights=60), [True, False], ""),
-        ({**profiled(), "memory": {"reason": "no allocation was seen"}}, [False], "no allocation was seen"),
-        ({**trained(), "phases": {"steps": 0, "reason": "no trace"}}, [False], "no trace"),
-        (failed(), [False], "failed"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("record", "passed", "said"), [
+    (profiled(0.004), [True, True], ""), (profiled(0.006), [False, True], ""),
+    (profiled(0.004, weights=48, unknown=12), [True, False], ""),
+    (profiled(weights=31, unknown=4), [True, False], ""), (profiled(activations=0, weights=60), [True, False], ""),
+    ({**profiled(), "memory": {"reason": "no allocation was seen"}}, [False], "no allocation was seen"),
+    ({**trained(), "phases": {"steps": 0, "reason": "no trace"}}, [False], "no trace"),
+    (failed(), [False], "failed"),
+])  # fmt: skip
 def test_what_is_not_explained_of_a_step_is_limited(record: dict[str, Any], passed: list[bool], said: str) -> None:
     of = Scripted(*[record] * len(parts.LAYOUTS))
     parts.explained(of)

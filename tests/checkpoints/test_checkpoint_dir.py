@@ -57,13 +57,10 @@ def broken(check: object, *arguments: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        *((content, "manifest.json is not a manifest") for content in ("", '{"step": 7, "wor', "[]", "{}")),
-        ('{"sha256": "00", "step": 7}', "manifest.json does not match its checksum"),
-    ],
-)
+@pytest.mark.parametrize(("content", "told"), [
+    *((content, "manifest.json is not a manifest") for content in ("", '{"step": 7, "wor', "[]", "{}")),
+    ('{"sha256": "00", "step": 7}', "manifest.json does not match its checksum"),
+])  # fmt: skip
 def test_malformed_manifest_is_broken(tmp_path, written, content, told):
     (tmp_path / "manifest.json").write_text(content)
     assert broken(checkpoint_dir.read_manifest, tmp_path) == told
@@ -81,15 +78,11 @@ def test_flipped_bit_of_a_manifest_is_noticed(tmp_path, written):
         assert content[position : position + 1] in b" \n"
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"model": []}, {"model": None}, {"facts": []}, {"facts": {"segments": 3}}, {"facts": {"evaluations": [1]}},
-        {"facts": {"scaler": []}}, {"step": "7"}, {"step": -1}, {"world_size": True}, {"torch": ...},
-        {"files": {"__0_0.distcp": {"bytes": "1", "sha256": "00"}}},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("other", [
+    {"model": []}, {"model": None}, {"facts": []}, {"facts": {"segments": 3}}, {"facts": {"evaluations": [1]}},
+    {"facts": {"scaler": []}}, {"step": "7"}, {"step": -1}, {"world_size": True}, {"torch": ...},
+    {"files": {"__0_0.distcp": {"bytes": "1", "sha256": "00"}}},
+], ids=str)  # fmt: skip
 def test_manifest_with_wrong_types_is_broken(tmp_path, written, other):
     body = json.loads((tmp_path / "manifest.json").read_text()) | other
     body = {name: value for name, value in body.items() if name != "sha256" and value is not ...}

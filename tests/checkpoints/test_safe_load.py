@@ -122,31 +122,28 @@ def described(content: bytes) -> Callable[[Path], object]:
     return lambda checkpoint: (checkpoint / ".metadata").write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        *(
-            (described(f"ctorch\n{name}\n.".encode()), f"would run code: .metadata refers to torch.{name}; ")
-            for name in ("load", "nn.Linear", "Size.__class__", "_C._cuda_init", "hub.load_state_dict_from_url")
-        ),
-        *(
-            (moved("relative_path", path), "would run code: .metadata points to a file outside the checkpoint; ")
-            for path in ("../elsewhere.distcp", "/etc/passwd", "sub/__0_0.distcp")
-        ),
-        (
-            moved("transform_descriptors", ["stream.zstd/1"]),
-            "would run code: .metadata requires a transformation of __0_0.distcp; ",
-        ),
-        (described(b""), "cannot be read: .metadata: EOFError"),
-        (described(b"\x80\x04."), "cannot be read: .metadata: "),
-        (
-            described(pickle.dumps({"model.weight": 1})),
-            "cannot be read: .metadata: TypeError: it does not describe a checkpoint; ",
-        ),
-        (lambda checkpoint: (checkpoint / "__0_0.distcp").unlink(), "cannot be read: rank 0: FileNotFoundError"),
-        (lambda checkpoint: (checkpoint / ".metadata").unlink(), "cannot be read: .metadata: FileNotFoundError"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "reason"), [
+    *(
+        (described(f"ctorch\n{name}\n.".encode()), f"would run code: .metadata refers to torch.{name}; ")
+        for name in ("load", "nn.Linear", "Size.__class__", "_C._cuda_init", "hub.load_state_dict_from_url")
+    ),
+    *(
+        (moved("relative_path", path), "would run code: .metadata points to a file outside the checkpoint; ")
+        for path in ("../elsewhere.distcp", "/etc/passwd", "sub/__0_0.distcp")
+    ),
+    (
+        moved("transform_descriptors", ["stream.zstd/1"]),
+        "would run code: .metadata requires a transformation of __0_0.distcp; ",
+    ),
+    (described(b""), "cannot be read: .metadata: EOFError"),
+    (described(b"\x80\x04."), "cannot be read: .metadata: "),
+    (
+        described(pickle.dumps({"model.weight": 1})),
+        "cannot be read: .metadata: TypeError: it does not describe a checkpoint; ",
+    ),
+    (lambda checkpoint: (checkpoint / "__0_0.distcp").unlink(), "cannot be read: rank 0: FileNotFoundError"),
+    (lambda checkpoint: (checkpoint / ".metadata").unlink(), "cannot be read: .metadata: FileNotFoundError"),
+])  # fmt: skip
 def test_damaged_checkpoint_is_refused_with_the_reason(checkpoint, damage, reason):
     damage(checkpoint)
     assert refusal(checkpoint).startswith(reason)

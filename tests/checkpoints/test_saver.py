@@ -188,25 +188,6 @@ def test_failed_deletion_is_noted(keeper, weight, tmp_path, monkeypatch):
     assert keeper.problems == [note]
 
 
-def test_foreign_files_only_block_what_they_are_in_the_way_of(keeper, weight, tmp_path):
-    save(keeper, weight, 1)
-    folder = tmp_path / "checkpoints"
-    for name in ("step-00000001", "step-00000002.partial"):
-        (folder / name).mkdir(exist_ok=True)
-        (folder / name / "notes.txt").write_text("mine")
-    save(keeper, weight, 2, 3, 4)
-    save(keeper, weight, 5)
-    assert keeper.saved == [1, 3, 4, 5]
-    rule = "was not created by ptdbench: move it elsewhere"
-    assert keeper.problems == [
-        f"step 2: not saved: rank 0: FileExistsError: {folder}/step-00000002.partial/notes.txt {rule}"
-    ]
-    kept = ["step-00000001", "step-00000002.partial", "step-00000004", "step-00000005"]
-    assert names(tmp_path) == kept
-    for path in (folder / name / "notes.txt" for name in kept[:2]):
-        assert path.read_text() == "mine"
-
-
 #: What fails on rank 1 in the saves after some steps.
 FAILS_THERE = {2: "copy", 3: "tensors", 4: "hash"}
 

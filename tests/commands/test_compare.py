@@ -164,10 +164,10 @@ class TestRefused:
 def test_reading_commands_import_no_torch(sides, environ):
     """It imports no torch: that would cost seconds each time somebody looks."""
     before, after = map(str, sides)
-    typed = [["compare", before, after], ["explain", before], ["report", before]]
+    typed = [["compare", before, after], ["explain", before], ["report", before], ["status", before]]
     calls = [f"sys.argv = {['ptdbench', *words]}; found.append(main())" for words in typed]
     program = ["import sys", "from ptdbench.__main__ import main", "found = []", *calls]
-    program += ["assert found == [1, 1, 0]", "assert 'torch' not in sys.modules"]
+    program += ["assert found == [1, 1, 0, 0]", "assert 'torch' not in sys.modules"]
     done = call(sys.executable, "-c", "\n".join(program), cwd=ROOT, environ=environ)
     assert done.returncode == 0, done.stderr
 
@@ -180,18 +180,15 @@ def test_its_help_says_what_the_exit_statuses_mean(compare):
         assert f" {number}: " in said
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("outputs", "compare=outputs: takes two directories, before and after; give both, or "),
-        ("--python python3", "--python=python3: two sides are compared; give --python twice, or --checkout twice"),
-        ("--python a --python b --checkout c", "--python=a, b: two sides are compared; "),
-        ("BOTH repeat=3,5", "repeat.runs=3,5: a sweep has one; "),
-        ("BOTH repeat.block=3", "repeat.block=3: is set for each block of both sides; omit it"),
-        ("BOTH workload=hello", "workload=hello: only training can be compared; omit it"),
-        ("BOTH repeat=0", "repeat.runs=0: must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("outputs", "compare=outputs: takes two directories, before and after; give both, or "),
+    ("--python python3", "--python=python3: two sides are compared; give --python twice, or --checkout twice"),
+    ("--python a --python b --checkout c", "--python=a, b: two sides are compared; "),
+    ("BOTH repeat=3,5", "repeat.runs=3,5: a sweep has one; "),
+    ("BOTH repeat.block=3", "repeat.block=3: is set for each block of both sides; omit it"),
+    ("BOTH workload=hello", "workload=hello: only training can be compared; omit it"),
+    ("BOTH repeat=0", "repeat.runs=0: must be at least 1"),
+])  # fmt: skip
 def test_sides_that_cannot_take_turns(compare, words, said):
     status, out, errors = compare(*words.replace("BOTH", "--checkout a --checkout b --").split())
     assert (status, out, len(errors)) == (2, "", 1)

@@ -105,15 +105,12 @@ def test_damaged_record_leaves_other_reports_intact(ptdbench, tmp_path, part):
     assert all(name in (sweep / "report.html").read_text() for name in ("0_whole", "1_whole"))
 
 
-@pytest.mark.parametrize(
-    ("at", "value", "said"),
-    [
-        (("metrics", "tokens_per_second"), -5.5, "Expected `float` >= 1e-30 - at `$.metrics.tokens_per_second`"),
-        (("metrics", "tokens_per_second"), 5e-324, "Expected `float` >= 1e-30 - at `$.metrics.tokens_per_second`"),
-        (("layout", "data"), 0, "Expected `int` >= 1 - at `$.layout.data`"),
-        (("steps",), -1, "Expected `int` >= 0 - at `$.steps`"),
-    ],
-)
+@pytest.mark.parametrize(("at", "value", "said"), [
+    (("metrics", "tokens_per_second"), -5.5, "Expected `float` >= 1e-30 - at `$.metrics.tokens_per_second`"),
+    (("metrics", "tokens_per_second"), 5e-324, "Expected `float` >= 1e-30 - at `$.metrics.tokens_per_second`"),
+    (("layout", "data"), 0, "Expected `int` >= 1 - at `$.layout.data`"),
+    (("steps",), -1, "Expected `int` >= 0 - at `$.steps`"),
+])  # fmt: skip
 def test_figures_that_nothing_can_be_made_of_are_named(ptdbench, tmp_path, at, value, said):
     sweep = lay(tmp_path / "sweep", [damaged(at, value)])
     status, out, err = ptdbench("report", sweep, "--md")

@@ -178,14 +178,10 @@ def test_one_pass_fits_where_smaller_micro_batches_hold_whole_gradients(environ,
     assert one["error"]["message"].endswith("; train.micro_batch=2 fits")
 
 
-@pytest.mark.parametrize(
-    ("machine", "copies", "said"),
-    [
-        ("device=cpu", 2, "only the training state is known"),  # both ranks are on this machine
-        ("virtual=h100", 1, "has no cc, and a virtual GPU needs a C compiler"),
-    ],
-    ids=["no GPU", "no compiler"],
-)
+@pytest.mark.parametrize(("machine", "copies", "said"), [
+    ("device=cpu", 2, "only the training state is known"),  # both ranks are on this machine
+    ("virtual=h100", 1, "has no cc, and a virtual GPU needs a C compiler"),
+], ids=["no GPU", "no compiler"])  # fmt: skip
 def test_without_virtual_gpus_the_training_state_is_known(environ, tmp_path, machine, copies, said):
     without_compiler = {**environ, "PATH": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = plan(without_compiler, tmp_path, *SMALL, machine, "parallel=ddp,fsdp")
@@ -279,17 +275,14 @@ def test_another_device_with_the_same_kernels_uses_the_recordings():
             made(gpu, nothing, again, samples)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("cluster.nodes=2",), "messages between nodes have no costs yet"),
-        (("virtual=l4",), "no costs of NVIDIA L4; there are those of NVIDIA H200, "),
-        (
-            ("parallel=pdp", "model.layers=8", "cluster.ranks_per_node=8", "parallel.pipeline=8"),
-            "not all stages of the ",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "reason"), [
+    (("cluster.nodes=2",), "messages between nodes have no costs yet"),
+    (("virtual=l4",), "no costs of NVIDIA L4; there are those of NVIDIA H200, "),
+    (
+        ("parallel=pdp", "model.layers=8", "cluster.ranks_per_node=8", "parallel.pipeline=8"),
+        "not all stages of the ",
+    ),
+])  # fmt: skip
 @pytest.mark.usefixtures("anywhere")
 def test_a_plan_without_a_time_says_why(words, reason):
     made = planned(small("parallel=ddp", "train.global_batch=64", *words), allocating(20))
@@ -297,14 +290,11 @@ def test_a_plan_without_a_time_says_why(words, reason):
     assert made["plan"]["fits"]
 
 
-@pytest.mark.parametrize(
-    ("layout", "batch", "also"),
-    [
-        ("parallel=ddp", 2, ", with train.global_batch={}"),  # a sample for each
-        ("parallel=ddp", 16, ", with parallel.reduce_scatter_each_microbatch=true"),  # whole gradients need more
-        ("parallel=fsdp", 16, ", with parallel.reduce_scatter_each_microbatch=true"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "batch", "also"), [
+    ("parallel=ddp", 2, ", with train.global_batch={}"),  # a sample for each
+    ("parallel=ddp", 16, ", with parallel.reduce_scatter_each_microbatch=true"),  # whole gradients need more
+    ("parallel=fsdp", 16, ", with parallel.reduce_scatter_each_microbatch=true"),
+])  # fmt: skip
 @pytest.mark.usefixtures("anywhere")
 def test_the_gpus_that_suffice_have_room_for_gathered_weights(layout, batch, also):
     words = (layout, f"train.global_batch={batch}", "train.micro_batch=1", "memory_reserve=0")
@@ -386,14 +376,11 @@ def test_the_key_has_the_files_of_a_package_that_keeps_its_version(key, monkeypa
     assert made != key("+model.block._target_=somebodys_models.Block")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("+model.of._target_=torch.nn.X.from_pretrained", "+model.of.name=somebody/model"),  # in a cache of its own
-        ("+model.of._target_=torch.hub.load", "+model.of.repo_or_dir=."),  # its code may read more
-        ("+model.of.folder=.",),  # with more files than are looked at
-    ],
-)
+@pytest.mark.parametrize("words", [
+    ("+model.of._target_=torch.nn.X.from_pretrained", "+model.of.name=somebody/model"),  # in a cache of its own
+    ("+model.of._target_=torch.hub.load", "+model.of.repo_or_dir=."),  # its code may read more
+    ("+model.of.folder=.",),  # with more files than are looked at
+])  # fmt: skip
 def test_plans_of_changeable_inputs_are_not_cached(key, monkeypatch, tmp_path, words):
     (tmp_path / "a").touch()
     (tmp_path / "b").touch()
@@ -415,14 +402,11 @@ def test_a_plan_that_is_stopped_has_what_is_done(monkeypatch, tmp_path, capsys):
     assert "fastest so far: gpt_tiny_ddp, 2,000 tokens/s predicted\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "factor"),
-    [
-        ("cluster.ranks_per_node=2 parallel=pdp parallel.microbatches=11", 2 * 11),
-        ("parallel=hsdp parallel.replicate=11 parallel.shard=13", 11 * 13),
-        ("parallel=ddp parallel.replicate=0", 1),  # which is refused by itself
-    ],
-)
+@pytest.mark.parametrize(("words", "factor"), [
+    ("cluster.ranks_per_node=2 parallel=pdp parallel.microbatches=11", 2 * 11),
+    ("parallel=hsdp parallel.replicate=11 parallel.shard=13", 11 * 13),
+    ("parallel=ddp parallel.replicate=0", 1),  # which is refused by itself
+])  # fmt: skip
 def test_a_batch_that_all_ranks_can_divide_is_found_where_the_nodes_are_not_given(words, factor):
     (asked,) = plans.composed(["model=toy", *words.split()]).configs
     assert asked.cluster.nodes == "auto"

@@ -196,19 +196,16 @@ def test_interrupt_leaves_nothing(environ, tmp_path):
     assert "program.py 1 1000000" not in listed
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("h1000", "--", "ls"), "GPU=h1000: no such GPU; try h100"),
-        (("h100x121", "--", "ls"), "GPU=h100x121: torch is compiled for 1 to 120 GPUs of a node"),
-        (("h100",), "COMMAND=(none): there is no program; try h100 -- python train.py"),
-        (("h100", "--memory", "20", "--", "ls"), "--memory=20: must be a size; try 20GiB"),
-        (("h100", "--steps", "0", "--", "ls"), "--steps=0: must be a whole number of at least 1"),
-        (("h100x2", "--ranks", "0,2", "--", "ls"), "--ranks=0,2: must be different ranks from 0 to 1; try 0"),
-        (("h100", "--nodes", "2", "--", "torchrun", "t.py"), "COMMAND=torchrun: --nodes and --ranks start each rank"),
-        (("h100", "--", "./missing"), "COMMAND=./missing: cannot be started: No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (("h1000", "--", "ls"), "GPU=h1000: no such GPU; try h100"),
+    (("h100x121", "--", "ls"), "GPU=h100x121: torch is compiled for 1 to 120 GPUs of a node"),
+    (("h100",), "COMMAND=(none): there is no program; try h100 -- python train.py"),
+    (("h100", "--memory", "20", "--", "ls"), "--memory=20: must be a size; try 20GiB"),
+    (("h100", "--steps", "0", "--", "ls"), "--steps=0: must be a whole number of at least 1"),
+    (("h100x2", "--ranks", "0,2", "--", "ls"), "--ranks=0,2: must be different ranks from 0 to 1; try 0"),
+    (("h100", "--nodes", "2", "--", "torchrun", "t.py"), "COMMAND=torchrun: --nodes and --ranks start each rank"),
+    (("h100", "--", "./missing"), "COMMAND=./missing: cannot be started: No such file or directory"),
+])  # fmt: skip
 def test_bad_input_is_refused_in_one_sentence(ptdbench, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     status, _, (line,) = ptdbench("virtual", *words)

@@ -184,15 +184,12 @@ class Cuda:
         return [(thread, value) for thread, name, value in self.calls if name == call]
 
 
-@pytest.mark.parametrize(
-    ("samples", "told"),
-    [
-        ((torch.zeros(3, 6), torch.zeros(3)), r"\(3, 6\) and \(3,\)"),
-        ((torch.zeros(4, 5), torch.zeros(4)), r"\(4, 5\) and \(4,\)"),
-        ({"inputs": torch.zeros(4, 6)}, r"\(4, 6\)"),
-        ((np.zeros((4, 6)), np.zeros(4)), "ndarray and ndarray"),
-    ],
-)
+@pytest.mark.parametrize(("samples", "told"), [
+    ((torch.zeros(3, 6), torch.zeros(3)), r"\(3, 6\) and \(3,\)"),
+    ((torch.zeros(4, 5), torch.zeros(4)), r"\(4, 5\) and \(4,\)"),
+    ({"inputs": torch.zeros(4, 6)}, r"\(4, 6\)"),
+    ((np.zeros((4, 6)), np.zeros(4)), "ndarray and ndarray"),
+])  # fmt: skip
 def test_samples_of_wrong_shape_are_refused(monkeypatch, samples, told):
     monkeypatch.setattr(Largest, "samples", lambda *_: samples)
     rule = rf"^Largest\.samples\(20, 24\) must return tensors of shape \(4, 6\) and \(4,\), .*, but returns {told}$"

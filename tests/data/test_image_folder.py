@@ -106,24 +106,21 @@ def empty(folder):
         shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
-@pytest.mark.parametrize(
-    ("spoil", "options", "message"),
-    [
-        (None, {"workers": "many"}, "workers=many: must be a whole number of at least 0"),
-        (None, {"workers": 1.5}, "workers=1.5: …"),
-        (None, {"root": None}, "root=null: must name the folder of the images; try data.root=FOLDER with train/…"),
-        (lambda root: shutil.rmtree(root / "train"), {},
-         "root=…: has no folder train; try data.root=FOLDER with train/CLASS/IMAGE.jpg in it"),
-        (lambda root: empty(root / "train"), {}, "root=…: …/train: Couldn't find any class folder …"),
-        *((lambda root, part=part: empty(root / part / "dog"), {},
-           f"root=…: …/{part}: Found no valid file for the classes dog…") for part in ("train", "val")),
-        *((None, {"classes": classes}, f"classes={classes}: …/train has 3 folders, …; try model.classes=3")
-          for classes in (2, 1000)),
-        (lambda root: (root / "val" / "dog").rename(root / "val" / "cod"), {},
-         "root=…: train and val must have the same folders, … cod; …"),
-        (lambda root: shutil.rmtree(root / "val" / "dog"), {}, "root=…: … dog; …"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spoil", "options", "message"), [
+    (None, {"workers": "many"}, "workers=many: must be a whole number of at least 0"),
+    (None, {"workers": 1.5}, "workers=1.5: …"),
+    (None, {"root": None}, "root=null: must name the folder of the images; try data.root=FOLDER with train/…"),
+    (lambda root: shutil.rmtree(root / "train"), {},
+     "root=…: has no folder train; try data.root=FOLDER with train/CLASS/IMAGE.jpg in it"),
+    (lambda root: empty(root / "train"), {}, "root=…: …/train: Couldn't find any class folder …"),
+    *((lambda root, part=part: empty(root / part / "dog"), {},
+       f"root=…: …/{part}: Found no valid file for the classes dog…") for part in ("train", "val")),
+    *((None, {"classes": classes}, f"classes={classes}: …/train has 3 folders, …; try model.classes=3")
+      for classes in (2, 1000)),
+    (lambda root: (root / "val" / "dog").rename(root / "val" / "cod"), {},
+     "root=…: train and val must have the same folders, … cod; …"),
+    (lambda root: shutil.rmtree(root / "val" / "dog"), {}, "root=…: … dog; …"),
+])  # fmt: skip
 def test_options_and_folders_refused(root, spoil, options, message):
     if spoil:
         spoil(root)

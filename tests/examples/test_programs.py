@@ -18,15 +18,11 @@ def program(name, environ):
 
 
 @pytest.mark.ranks
-@cases(
-    ("name", "said"),
-    [
-        pytest.param("hello", [f"{rank} of 2, {rank} of 2 on its node {HOST}" for rank in (0, 1)], id="hello"),
-        pytest.param("send_recv", ["0 of 2 has 1", "1 of 2 has 1"], id="send_recv"),  # 0, then 0 + 1, which 0 gets
-        pytest.param("all_reduce", [f"{rank} of 2: the mean is [1.5, 15.0]" for rank in (0, 1)], id="all_reduce"),
-    ],
-    daily=["all_reduce"],
-)
+@cases(("name", "said"), [
+    pytest.param("hello", [f"{rank} of 2, {rank} of 2 on its node {HOST}" for rank in (0, 1)], id="hello"),
+    pytest.param("send_recv", ["0 of 2 has 1", "1 of 2 has 1"], id="send_recv"),  # 0, then 0 + 1, which 0 gets
+    pytest.param("all_reduce", [f"{rank} of 2: the mean is [1.5, 15.0]" for rank in (0, 1)], id="all_reduce"),
+], daily=["all_reduce"])  # fmt: skip
 def test_two_ranks_say_what_they_have(name, said, environ):
     done = program(name, environ)
     assert done.returncode == 0, done.stderr

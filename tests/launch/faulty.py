@@ -26,9 +26,9 @@ class Faulty(nn.Module):
 
     Args:
         how: ``raise``, ``kill`` (SIGKILL), ``crash`` (SIGSEGV), ``stop`` (SIGSTOP), ``term`` (SIGTERM), ``oom``,
-            ``limit`` (its address space), ``diverge``, ``wait`` (for a process, which is to end well) or ``none``. On
-            all ranks: ``exit`` (as if all were well); and so that they do not end when they are done, ``thread`` (one
-            that sleeps and is no daemon), ``thread_and_raise`` (on one rank) or ``atexit`` (a function that sleeps).
+            ``limit`` (its address space), ``wait`` (for a process, which is to end well) or ``none``. On all ranks:
+            ``exit`` (as if all were well); and so that they do not end when they are done, ``thread`` (one that sleeps
+            and is no daemon), ``thread_and_raise`` (on one rank) or ``atexit`` (a function that sleeps).
         rank: On which rank.
         call: In which forward pass, counted from 1.
     """
@@ -62,8 +62,6 @@ class Faulty(nn.Module):
                 used = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
                 resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))
                 torch.ones(2**26)  # 256 MiB
-            case "diverge":
-                return outputs * torch.nan
             case "wait":
                 subprocess.run(["sleep", "3600"], check=True)
             case "exit" | "atexit" | "thread" | "thread_and_raise":

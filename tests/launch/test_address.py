@@ -97,13 +97,10 @@ def test_mpirun_port_ignores_the_step_and_falls_back_to_torchs():
         assert (address.launch_id(FAR[launcher], {}), port(FAR[launcher], {})) == ("", 29500)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "end"),
-    [
-        ("32768\t60999", 32768), ("15000 65000", 15000), ("61000 65000", 61000), ("1024 65535", 32768),
-        ("", 32768), (None, 32768),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kernel", "end"), [
+    ("32768\t60999", 32768), ("15000 65000", 15000), ("61000 65000", 61000), ("1024 65535", 32768),
+    ("", 32768), (None, 32768),
+])  # fmt: skip
 def test_derived_port_stays_below_the_ephemeral_ones(ephemeral, kernel, end):
     ephemeral.unlink() if kernel is None else ephemeral.write_text(kernel)
     ports = {port(FAR["srun"], SLURM | {"SLURM_JOB_ID": str(job)}) for job in range(2000)}

@@ -7,22 +7,19 @@ import pytest
 from ptdbench.launch import cgroups
 
 
-@pytest.mark.parametrize(
-    ("membership", "files", "found"),
-    [
-        ("0::/pod/one\n", {"pod/one/cpu.max": "250000 100000\n", "pod/cpu.max": "max 100000\n"}, 2.5),
-        ("0::/pod/one\n", {"pod/one/cpu.max": "max 100000\n", "pod/cpu.max": "50000 100000\n"}, 0.5),
-        ("0::/\n", {"cpu.max": "800000 100000\n"}, 8),
-        (
-            "4:cpu,cpuacct:/job\n0::/\n",
-            {"cpu/job/cpu.cfs_quota_us": "-1\n", "cpu/job/cpu.cfs_period_us": "100000\n",
-             "cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"},
-            4,
-        ),
-        ("4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "1\n"}, math.inf),
-        (None, {}, math.inf),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("membership", "files", "found"), [
+    ("0::/pod/one\n", {"pod/one/cpu.max": "250000 100000\n", "pod/cpu.max": "max 100000\n"}, 2.5),
+    ("0::/pod/one\n", {"pod/one/cpu.max": "max 100000\n", "pod/cpu.max": "50000 100000\n"}, 0.5),
+    ("0::/\n", {"cpu.max": "800000 100000\n"}, 8),
+    (
+        "4:cpu,cpuacct:/job\n0::/\n",
+        {"cpu/job/cpu.cfs_quota_us": "-1\n", "cpu/job/cpu.cfs_period_us": "100000\n",
+         "cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+        4,
+    ),
+    ("4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "1\n"}, math.inf),
+    (None, {}, math.inf),
+])  # fmt: skip
 def test_cpu_quota_is_the_least_of_all_groups(tmp_path, monkeypatch, membership, files, found):
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     monkeypatch.setattr(cgroups, "MEMBERSHIP", tmp_path / "membership")

@@ -36,24 +36,21 @@ HALF = on("n1", 0, 1, gpus=2) + on("n2", 2, gpus=0, reason="CUDA driver error: u
 SAME = [VisibleGpus(0, "n1", 2, 1, "a"), VisibleGpus(1, "n1", 2, 1, "a")]
 
 
-@pytest.mark.parametrize(
-    ("seen", "options", "message"),
-    [
-        (on("n1", 0, 1, gpus=2) + on("n2", 2, 3, gpus=4), {}, ""),
-        (on("n1", 0, 1, gpus=0) + on("n2", 2, 3, gpus=0), {}, ""),
-        (HALF, {"device": "cpu"}, ""),
-        (HALF, {}, "device=auto: rank 2 on n2 finds no GPU (CUDA driver error: unknown), and ranks 0, 1 on n1 find 2 "
-                   "GPUs: …; see why n2 has …"),
-        (HALF, {"device": "cuda"}, "device=cuda: rank 2 on n2 finds no GPU …"),
-        (on("n1", 0, 1, gpus=0) + on("n2", 2, gpus=1), {},
-         "device=auto: rank 2 on n2 finds 1 GPU, and ranks 0, 1 on n1 find no…"),
-        (on("n1", 0, gpus=1) + on("n2", 1, 2, 3, gpus=2), {},
-         "device=auto: srun started 3 ranks on n2, and each sees 2 GPUs there: …; start at most 2 ranks a node, or …"),
-        ([SAME[0], VisibleGpus(1, "n1", 2, 1, "b")], {}, ""),  # each rank is given a GPU of its own
-        (SAME, {"backend": "gloo"}, ""),
-        (SAME, {}, "device=auto: ranks 0, 1 on n1 see only one GPU, and it is the same one: …; start one rank a GPU…"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("seen", "options", "message"), [
+    (on("n1", 0, 1, gpus=2) + on("n2", 2, 3, gpus=4), {}, ""),
+    (on("n1", 0, 1, gpus=0) + on("n2", 2, 3, gpus=0), {}, ""),
+    (HALF, {"device": "cpu"}, ""),
+    (HALF, {}, "device=auto: rank 2 on n2 finds no GPU (CUDA driver error: unknown), and ranks 0, 1 on n1 find 2 "
+               "GPUs: …; see why n2 has …"),
+    (HALF, {"device": "cuda"}, "device=cuda: rank 2 on n2 finds no GPU …"),
+    (on("n1", 0, 1, gpus=0) + on("n2", 2, gpus=1), {},
+     "device=auto: rank 2 on n2 finds 1 GPU, and ranks 0, 1 on n1 find no…"),
+    (on("n1", 0, gpus=1) + on("n2", 1, 2, 3, gpus=2), {},
+     "device=auto: srun started 3 ranks on n2, and each sees 2 GPUs there: …; start at most 2 ranks a node, or …"),
+    ([SAME[0], VisibleGpus(1, "n1", 2, 1, "b")], {}, ""),  # each rank is given a GPU of its own
+    (SAME, {"backend": "gloo"}, ""),
+    (SAME, {}, "device=auto: ranks 0, 1 on n1 see only one GPU, and it is the same one: …; start one rank a GPU…"),
+])  # fmt: skip
 def test_ranks_without_a_gpu_of_their_own_are_named(monkeypatch, seen, options, message):
     assert refused(monkeypatch, seen, **options) == Abridged(message)
 

@@ -149,15 +149,12 @@ class TestGrace:
         self.ask(tmp_path, "SIGINT", 2, "end", 3600)
         assert [path.read_text() for path in tmp_path.glob("*.heard")] == ["['SIGINT']"] * 2
 
-    @pytest.mark.parametrize(
-        ("name", "times", "how", "grace"),
-        [
-            ("SIGTERM", 1, "ignore", 0.5),  # ranks that need longer are killed
-            ("SIGINT", 20, "ignore", 3600),  # as the third Ctrl-C does at once
-            ("SIGTERM", 1, "die", 3600),  # a rank that fails meanwhile does not hide that we were asked
-            ("SIGUSR2", 1, "ignore", 0.0),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "times", "how", "grace"), [
+        ("SIGTERM", 1, "ignore", 0.5),  # ranks that need longer are killed
+        ("SIGINT", 20, "ignore", 3600),  # as the third Ctrl-C does at once
+        ("SIGTERM", 1, "die", 3600),  # a rank that fails meanwhile does not hide that we were asked
+        ("SIGUSR2", 1, "ignore", 0.0),
+    ])  # fmt: skip
     def test_ranks_still_running_are_killed(self, tmp_path, monkeypatch, name, times, how, grace):
         monkeypatch.setattr(local, "END_SECONDS", 5.0 if grace else 0.5)
         self.ask(tmp_path, name, times, how, grace)
@@ -218,13 +215,10 @@ def assert_gone(folder: Path) -> None:
     until(lambda: not any(map(psutil.pid_exists, pids)), 30)
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)), "Resource temporarily unavailable"),
-        (EOFError("unexpected EOF"), local._SERVER_ENDED),  # instead of the process id that it was to tell
-    ],
-)
+@pytest.mark.parametrize(("error", "reason"), [
+    (BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)), "Resource temporarily unavailable"),
+    (EOFError("unexpected EOF"), local._SERVER_ENDED),  # instead of the process id that it was to tell
+])  # fmt: skip
 def test_started_ranks_end_where_another_cannot_start(tmp_path, monkeypatch, error, reason):
     start, count = multiprocessing.process.BaseProcess.start, itertools.count()
 

@@ -60,13 +60,10 @@ def when(job: str, reached: Callable[[JobState], bool]) -> JobState:
     return until(lambda: (state := commands.queue([job])[job]) and reached(state) and state, 60)
 
 
-@pytest.mark.parametrize(
-    ("gres", "count"),
-    [
-        ("(null)", 0), ("", 0), ("gpu_mem:80", 0), ("gpu", 1), ("gpu:2", 2), ("gpu:a100:4(S:0,2),nvme:1", 4),
-        ("gpu:v100:2,gpu:k80:4", 6), ("lscratch:100,gpu:16", 16), ("gres/gpu:tesla:3", 3), ("gres/gpu=2", 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("gres", "count"), [
+    ("(null)", 0), ("", 0), ("gpu_mem:80", 0), ("gpu", 1), ("gpu:2", 2), ("gpu:a100:4(S:0,2),nvme:1", 4),
+    ("gpu:v100:2,gpu:k80:4", 6), ("lscratch:100,gpu:16", 16), ("gres/gpu:tesla:3", 3), ("gres/gpu=2", 2),
+])  # fmt: skip
 def test_gpu_count_sums_all_types(gres, count):
     assert commands.gpu_count(gres) == count
 
@@ -184,15 +181,12 @@ class TestRealSlurm:
         ignored = ["SBATCH_ARRAY_INX=0-5", "SBATCH_PARTITION=nope"]
         assert commands.ignored_variables(said | {"SBATCH_WCKEY": "x", "SLURM_CONF": "y"}) == ignored
 
-    @pytest.mark.parametrize(
-        ("flags", "words"),
-        [
-            ({"nodes": 3}, "allocation failure: Requested node configuration is not available"),
-            ({"partition": "gpux"}, "invalid partition specified: gpux"),
-            ({"coffee": "black"}, "unrecognized option '--coffee=black'"),
-            ({"mem": "1G", "mem_per_cpu": "1G"}, "--mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive."),
-        ],
-    )
+    @pytest.mark.parametrize(("flags", "words"), [
+        ({"nodes": 3}, "allocation failure: Requested node configuration is not available"),
+        ({"partition": "gpux"}, "invalid partition specified: gpux"),
+        ({"coffee": "black"}, "unrecognized option '--coffee=black'"),
+        ({"mem": "1G", "mem_per_cpu": "1G"}, "--mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive."),
+    ])  # fmt: skip
     def test_refusal_has_slurms_own_words(self, submit, flags, words):
         with pytest.raises(SlurmError) as caught:
             commands.test(script(**flags))

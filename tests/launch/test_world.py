@@ -58,67 +58,58 @@ def of_task(rank: int, node: int, local_rank: int) -> dict[str, str]:
     return SRUN | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local_rank)}
 
 
-@pytest.mark.parametrize(
-    ("environ", "world"),
-    [
-        *ALL.values(),
-        # Of two launchers the first of the table wins, and beside any stale variables do not matter.
-        *((ALL[second][0] | ALL[first][0], ALL[first][1]) for first, second in combinations(ALL, 2)),
-        *((BY_HAND | environ, world) for environ, world in ALL.values()),
-        (
-            TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-            World(0, 1, 0, 1, "torchrun", nodes=1),
-        ),
-        # torchrun knows better than a division; of openmpi's ranks 2 are here, and 1 or 3 elsewhere.
-        (TORCHRUN | {"GROUP_WORLD_SIZE": "3"}, World(5, 8, 1, 4, "torchrun", nodes=3)),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "5"}, World(3, 5, 1, 2, "openmpi", nodes=None)),
-        # Nodes of srun may have different numbers of tasks.
-        (of_task(0, 0, 0), World(0, 7, 0, 2, "srun", nodes=4)),
-        (of_task(3, 1, 1), World(3, 7, 1, 2, "srun", nodes=4)),
-        # mpirun in an allocation: each rank has the step variables of its node's helper.
-        (
-            SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"} | OPEN_MPI,
-            ALL["openmpi"][1],
-        ),
-        # Steps with PMI are no MPICH's, and those started in a terminal of srun are ranks.
-        (SRUN | {"PMI_RANK": "6", "PMI_SIZE": "7"}, ALL["srun"][1]),
-        (SRUN | PTY, ALL["srun"][1]),
-        (SRUN | ONE_TASK | PTY | OPEN_MPI, ALL["openmpi"][1]),
-    ],
-)
+@pytest.mark.parametrize(("environ", "world"), [
+    *ALL.values(),
+    # Of two launchers the first of the table wins, and beside any stale variables do not matter.
+    *((ALL[second][0] | ALL[first][0], ALL[first][1]) for first, second in combinations(ALL, 2)),
+    *((BY_HAND | environ, world) for environ, world in ALL.values()),
+    (
+        TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        World(0, 1, 0, 1, "torchrun", nodes=1),
+    ),
+    # torchrun knows better than a division; of openmpi's ranks 2 are here, and 1 or 3 elsewhere.
+    (TORCHRUN | {"GROUP_WORLD_SIZE": "3"}, World(5, 8, 1, 4, "torchrun", nodes=3)),
+    (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "5"}, World(3, 5, 1, 2, "openmpi", nodes=None)),
+    # Nodes of srun may have different numbers of tasks.
+    (of_task(0, 0, 0), World(0, 7, 0, 2, "srun", nodes=4)),
+    (of_task(3, 1, 1), World(3, 7, 1, 2, "srun", nodes=4)),
+    # mpirun in an allocation: each rank has the step variables of its node's helper.
+    (
+        SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"} | OPEN_MPI,
+        ALL["openmpi"][1],
+    ),
+    # Steps with PMI are no MPICH's, and those started in a terminal of srun are ranks.
+    (SRUN | {"PMI_RANK": "6", "PMI_SIZE": "7"}, ALL["srun"][1]),
+    (SRUN | PTY, ALL["srun"][1]),
+    (SRUN | ONE_TASK | PTY | OPEN_MPI, ALL["openmpi"][1]),
+])  # fmt: skip
 def test_world_is_what_the_launcher_describes(environ, world):
     assert discover(environ) == world
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"PATH": "/bin", "HOME": "/home/ada"},
-        # Left over in a shell, or set for something else: no launcher's mark.
-        {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"},
-        *({name: value for name, value in BY_HAND.items() if name != missing} for missing in BY_HAND),
-        BY_HAND | {"RANK": "0", "WORLD_SIZE": "1"},
-        {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"},  # it starts ranks of its own
-        # A shell under salloc or srun --pty is an allocation, and a batch script no step.
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
-        BATCH,
-        SRUN | ONE_TASK | PTY,
-        SRUN | ONE_TASK | {"SLURM_STEP_ID": "4294967290"},
-    ],
-)
+@pytest.mark.parametrize("environ", [
+    {"PATH": "/bin", "HOME": "/home/ada"},
+    # Left over in a shell, or set for something else: no launcher's mark.
+    {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"},
+    *({name: value for name, value in BY_HAND.items() if name != missing} for missing in BY_HAND),
+    BY_HAND | {"RANK": "0", "WORLD_SIZE": "1"},
+    {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"},  # it starts ranks of its own
+    # A shell under salloc or srun --pty is an allocation, and a batch script no step.
+    {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
+    BATCH,
+    SRUN | ONE_TASK | PTY,
+    SRUN | ONE_TASK | {"SLURM_STEP_ID": "4294967290"},
+])  # fmt: skip
 def test_process_without_launcher_is_no_rank(environ):
     assert discover(environ) is None
 
 
-@pytest.mark.parametrize(
-    ("launcher", "missing"),
-    [
-        (name, variable)
-        for name, row in LAUNCHERS.items()
-        for variable in row.variables
-        if variable not in (*row.proof, row.nodes, row.local_size if row.node else "")
-    ],
-)
+@pytest.mark.parametrize(("launcher", "missing"), [
+    (name, variable)
+    for name, row in LAUNCHERS.items()
+    for variable in row.variables
+    if variable not in (*row.proof, row.nodes, row.local_size if row.node else "")
+])  # fmt: skip
 def test_missing_variable_is_named(launcher, missing):
     environ = {name: value for name, value in ALL[launcher][0].items() if name != missing}
     told = f"{missing}=(not set): {launcher} must have set it to a whole number; …environment says\n  {launcher}: …"
@@ -138,13 +129,10 @@ def test_malformed_rank_is_refused(value):
     assert refused(TORCHRUN | {"RANK": value}).startswith(f"RANK={value or '(not set)'}: torchrun must have set it")
 
 
-@pytest.mark.parametrize(
-    "contradiction",
-    [
-        {"RANK": "8"}, {"LOCAL_RANK": "4"}, {"WORLD_SIZE": "0"}, {"LOCAL_WORLD_SIZE": "0"},
-        {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},  # fewer in all than on this node
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("contradiction", [
+    {"RANK": "8"}, {"LOCAL_RANK": "4"}, {"WORLD_SIZE": "0"}, {"LOCAL_WORLD_SIZE": "0"},
+    {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},  # fewer in all than on this node
+])  # fmt: skip
 def test_contradictory_variables_are_quoted(contradiction):
     message = refused(TORCHRUN | contradiction)
     assert all(f"{name}={value}" in message for name, value in (TORCHRUN | contradiction).items())
@@ -161,16 +149,12 @@ def test_refusals_name_variables_of_launchers_and_ranks_set_by_hand():
     assert refused(BY_HAND) == Abridged(told)
 
 
-@pytest.mark.parametrize(
-    ("environ", "size"),
-    [
-        ({"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE"),
-        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1"}, "JSM_NAMESPACE_SIZE"),
-        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}, "FLUX_JOB_SIZE"),
-        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE"),
-    ],
-    ids=["Cray PALS", "jsrun", "flux run", "mpirun_rsh"],
-)
+@pytest.mark.parametrize(("environ", "size"), [
+    ({"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE"),
+    ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1"}, "JSM_NAMESPACE_SIZE"),
+    ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}, "FLUX_JOB_SIZE"),
+    ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE"),
+], ids=["Cray PALS", "jsrun", "flux run", "mpirun_rsh"])  # fmt: skip
 def test_rank_of_an_unknown_launcher_is_refused(environ, size):
     told = f"{size}=4: …, and their launcher is not recognized; start them with torchrun, …; if stale, unset {size}"
     assert refused(environ) == Abridged(told)

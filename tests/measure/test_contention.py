@@ -35,16 +35,13 @@ def test_user_nice_system_and_steal_are_busy(monkeypatch):
     assert contention._spent([1, 0, 99]) == {0: (158, 565), 1: (0.0, 1.0)}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        ([Spent(10.0, cpu, {0: 9.0, 1: 10.0}, [0, 1]) for cpu in (4.0, 4.0)], (2, pytest.approx(1.1))),
-        ([Spent(10.0, 9.0, {0: 9.0}, [0]), Spent(5.0, 2.0, {1: 5.0}, [1])], (2, pytest.approx(0.6))),  # cores apart
-        ([Spent(1.0, 1.01, {0: 1.0}, [0])], (1, 0.0)),  # a rank's own time is exact, that of a core counted in ticks
-        ([Spent(1.0, 1.0, {0: 1.0}, [0, 1])], (2, None)),  # a core without counters says nothing
-        ([Spent(0.0, 0.0, {}, [0])], (1, None)),  # nor does a run whose steps were all warm-up
-    ],
-)
+@pytest.mark.parametrize(("ranks", "expected"), [
+    ([Spent(10.0, cpu, {0: 9.0, 1: 10.0}, [0, 1]) for cpu in (4.0, 4.0)], (2, pytest.approx(1.1))),
+    ([Spent(10.0, 9.0, {0: 9.0}, [0]), Spent(5.0, 2.0, {1: 5.0}, [1])], (2, pytest.approx(0.6))),  # cores apart
+    ([Spent(1.0, 1.01, {0: 1.0}, [0])], (1, 0.0)),  # a rank's own time is exact, that of a core counted in ticks
+    ([Spent(1.0, 1.0, {0: 1.0}, [0, 1])], (2, None)),  # a core without counters says nothing
+    ([Spent(0.0, 0.0, {}, [0])], (1, None)),  # nor does a run whose steps were all warm-up
+])  # fmt: skip
 def test_taken_is_what_the_ranks_did_not_take_themselves(ranks, expected):
     assert taken(ranks) == expected
 

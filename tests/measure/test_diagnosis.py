@@ -14,16 +14,13 @@ GPU = replace(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rates", "expected"),
-    [
-        ({0: 100.0, 1: 100.0, 2: 94.0, 3: 100.0}, {2: 0.94}),  # below the median of the others
-        ({0: 100.0, 1: 96.0, 2: 95.0, 3: 100.0}, {}),  # within the tolerance
-        ({0: 100.0, 1: 90.0}, {1: 0.9}),
-        ({0: 100.0, 1: 100.0, 2: 300.0}, {}),  # faster than all is no fault
-        ({0: 1.0}, {}),  # one alone has no peers
-    ],
-)
+@pytest.mark.parametrize(("rates", "expected"), [
+    ({0: 100.0, 1: 100.0, 2: 94.0, 3: 100.0}, {2: 0.94}),  # below the median of the others
+    ({0: 100.0, 1: 96.0, 2: 95.0, 3: 100.0}, {}),  # within the tolerance
+    ({0: 100.0, 1: 90.0}, {1: 0.9}),
+    ({0: 100.0, 1: 100.0, 2: 300.0}, {}),  # faster than all is no fault
+    ({0: 1.0}, {}),  # one alone has no peers
+])  # fmt: skip
 def test_slow_is_what_is_below_the_median_of_its_peers(rates, expected):
     assert diagnosis.slow(rates, dict.fromkeys(rates, "all"), 0.05) == pytest.approx(expected)
 
@@ -57,24 +54,21 @@ def test_the_verdict_and_versions_that_differ():
     assert finding == Finding("versions", [2], "driver differs: 550.54 on ranks 0, 1, None on rank 2")
 
 
-@pytest.mark.parametrize(
-    ("changes", "users", "cores", "kind", "text"),
-    [
-        (
-            {"clock_reasons": ["power cap", "too hot (hardware)"]}, 1, (2, 3), "throttled",
-            "the GPU of rank 4 is throttled: too hot (hardware), at 60 °C",
-        ),
-        ({"processes": 3}, 1, (2, 3), "busy", "the GPU of rank 4 is used by 2 other processes"),
-        (
-            {"power_limit_watts": 500.0}, 1, (2, 3), "power limit",
-            "the GPU of rank 4 is limited to 500 W, below the default 700 W",
-        ),
-        ({}, 1, (8, 9), "far cores", "rank 4 cannot run on any core near its GPU"),
-        ({}, 1, (2, 3), None, None),  # at its power cap
-        ({"processes": 2}, 2, (2, 3), None, None),
-        (asdict(UNKNOWN), 1, (2, 3), None, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "users", "cores", "kind", "text"), [
+    (
+        {"clock_reasons": ["power cap", "too hot (hardware)"]}, 1, (2, 3), "throttled",
+        "the GPU of rank 4 is throttled: too hot (hardware), at 60 °C",
+    ),
+    ({"processes": 3}, 1, (2, 3), "busy", "the GPU of rank 4 is used by 2 other processes"),
+    (
+        {"power_limit_watts": 500.0}, 1, (2, 3), "power limit",
+        "the GPU of rank 4 is limited to 500 W, below the default 700 W",
+    ),
+    ({}, 1, (8, 9), "far cores", "rank 4 cannot run on any core near its GPU"),
+    ({}, 1, (2, 3), None, None),  # at its power cap
+    ({"processes": 2}, 2, (2, 3), None, None),
+    (asdict(UNKNOWN), 1, (2, 3), None, None),
+])  # fmt: skip
 def test_troubles_of_a_gpu(changes, users, cores, kind, text):
     findings = [
         (finding.kind, finding.text) for finding in diagnosis.gpu_troubles(4, replace(GPU, **changes), users, cores)

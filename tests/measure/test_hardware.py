@@ -51,14 +51,11 @@ def test_rocm_build_calls_nothing_of_nvidia(monkeypatch):
     assert gpu_state.identity(torch.device("cuda", 0)) == "PCI-0:c1:0"
 
 
-@pytest.mark.parametrize(
-    ("path", "text", "version"),
-    [
-        ("/sys/module/amdgpu/version", "6.12.12\n", "6.12.12"),
-        (NVIDIA, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23 2024\nGCC", "550.54.15"),
-        (NVIDIA, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release (root@n)", "550.54.15"),
-    ],
-)
+@pytest.mark.parametrize(("path", "text", "version"), [
+    ("/sys/module/amdgpu/version", "6.12.12\n", "6.12.12"),
+    (NVIDIA, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23 2024\nGCC", "550.54.15"),
+    (NVIDIA, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release (root@n)", "550.54.15"),
+])  # fmt: skip
 def test_driver_version_is_read_from_the_kernel_module(path, text, version, monkeypatch):
     def read(asked):
         if str(asked) != path:

@@ -97,17 +97,14 @@ def control_groups(monkeypatch, tmp_path):
     return cgroups.ROOT, cgroups.MEMBERSHIP
 
 
-@pytest.mark.parametrize(
-    ("groups", "membership", "total", "available"),
-    [
-        # The tightest counts, and page cache is not in use.
-        ({"job": (V2, GIB, GIB // 2, GIB // 4), "job/step": (V2, "max", 1, 0)}, "0::/job/step\n", GIB, GIB * 3 // 4),
-        # Version 1 has a hierarchy of its own.
-        ({"memory/job_7": (V1, GIB, GIB, 0)}, "9:name=systemd:/\n4:cpuset,memory:/job_7\n0::/\n", GIB, 0),
-        # A container that does not see its groups has the limit of its root.
-        ({".": (V2, GIB, GIB // 2, 0)}, "0::/../elsewhere\n", GIB, GIB // 2),
-    ],
-)
+@pytest.mark.parametrize(("groups", "membership", "total", "available"), [
+    # The tightest counts, and page cache is not in use.
+    ({"job": (V2, GIB, GIB // 2, GIB // 4), "job/step": (V2, "max", 1, 0)}, "0::/job/step\n", GIB, GIB * 3 // 4),
+    # Version 1 has a hierarchy of its own.
+    ({"memory/job_7": (V1, GIB, GIB, 0)}, "9:name=systemd:/\n4:cpuset,memory:/job_7\n0::/\n", GIB, 0),
+    # A container that does not see its groups has the limit of its root.
+    ({".": (V2, GIB, GIB // 2, 0)}, "0::/../elsewhere\n", GIB, GIB // 2),
+])  # fmt: skip
 def test_host_memory_has_the_limits_of_control_groups(control_groups, groups, membership, total, available):
     root, said = control_groups
     for path, (names, limit, used, cache) in groups.items():

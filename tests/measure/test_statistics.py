@@ -27,18 +27,15 @@ def test_warmup_follows_the_definition(seed):
     assert warmup_end(values, minimum=0) == mser_by_definition(values)
 
 
-@pytest.mark.parametrize(
-    ("values", "minimum", "expected"),
-    [
-        ([], 3, 0), ([1.0], 3, 0), ([5.0, 1.0], 0, 1),
-        ([1.0] * 10, 0, 0),  # nothing to gain
-        ([1.0] * 10, 3, 3),
-        ([1.0] * 10, 8, 5),  # never more than half
-        (list(range(10, 0, -1)), 0, 5),  # still settling at the end
-        ([0.1234567] * 1001, 0, 0),  # does not hang on rounding
-        ([9.0, 4.0, 2.0, *[1.0, 1.1] * 10], 0, 3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "minimum", "expected"), [
+    ([], 3, 0), ([1.0], 3, 0), ([5.0, 1.0], 0, 1),
+    ([1.0] * 10, 0, 0),  # nothing to gain
+    ([1.0] * 10, 3, 3),
+    ([1.0] * 10, 8, 5),  # never more than half
+    (list(range(10, 0, -1)), 0, 5),  # still settling at the end
+    ([0.1234567] * 1001, 0, 0),  # does not hang on rounding
+    ([9.0, 4.0, 2.0, *[1.0, 1.1] * 10], 0, 3),
+])  # fmt: skip
 def test_warmup_bounds(values, minimum, expected):
     assert warmup_end(values, minimum) == expected
 

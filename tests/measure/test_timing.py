@@ -56,17 +56,14 @@ def test_repetitions_follow_the_warm_up(alone):
     assert (len(calls), len(seconds)) == (3 + 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_bytes": 0}, "min_bytes=0: must be a whole number of at least 1"),
-        ({"factor": 1}, "factor=1: must be a whole number of at least 2"),
-        ({"warmup": 0}, "warmup=0: must be a whole number of at least 1"),
-        ({"min_bytes": 64, "max_bytes": 8}, "max_bytes=8: must be at least min_bytes, 64"),
-        ({"min_repetitions": 9, "max_repetitions": 8}, "max_repetitions=8: must be at least min_repetitions, 9"),
-        ({"seconds": 0}, "seconds=0: must be greater than 0"),
-        ({"max_seconds": -1.0}, "max_seconds=-1.0: must be greater than 0"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"min_bytes": 0}, "min_bytes=0: must be a whole number of at least 1"),
+    ({"factor": 1}, "factor=1: must be a whole number of at least 2"),
+    ({"warmup": 0}, "warmup=0: must be a whole number of at least 1"),
+    ({"min_bytes": 64, "max_bytes": 8}, "max_bytes=8: must be at least min_bytes, 64"),
+    ({"min_repetitions": 9, "max_repetitions": 8}, "max_repetitions=8: must be at least min_repetitions, 9"),
+    ({"seconds": 0}, "seconds=0: must be greater than 0"),
+    ({"max_seconds": -1.0}, "max_seconds=-1.0: must be greater than 0"),
+])  # fmt: skip
 def test_impossible_options_are_refused(options, message):
     assert refusal_of(Collectives, **options) == message

@@ -86,14 +86,11 @@ def test_a_plain_module_gets_the_default_losses():
     torch.testing.assert_close(model(inputs, numbers), F.mse_loss(outputs, numbers))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        WithLoss, TakesTargets, WithBoth, variant(loss=nn.CrossEntropyLoss(label_smoothing=0.1)),
-        variant(loss=lambda outputs, targets: WithLoss.loss(None, outputs, targets)[None]),
-        variant(returns_row, TakesTargets),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", [
+    WithLoss, TakesTargets, WithBoth, variant(loss=nn.CrossEntropyLoss(label_smoothing=0.1)),
+    variant(loss=lambda outputs, targets: WithLoss.loss(None, outputs, targets)[None]),
+    variant(returns_row, TakesTargets),
+])  # fmt: skip
 def test_a_module_may_bring_its_loss(kind):
     inputs, classes = batch()
     model = adapt(kind(), example)
@@ -101,14 +98,11 @@ def test_a_module_may_bring_its_loss(kind):
     torch.testing.assert_close(model(inputs, classes), expected)
 
 
-@pytest.mark.parametrize(
-    ("returned", "told"),
-    [
-        (lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none"), r"a tensor of shape \(8,\)"),
-        (lambda outputs, _: {"cost": outputs.mean()}, "dict"),
-        (lambda outputs, _: SimpleNamespace(loss=None, logits=outputs), "SimpleNamespace"),
-    ],
-)
+@pytest.mark.parametrize(("returned", "told"), [
+    (lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none"), r"a tensor of shape \(8,\)"),
+    (lambda outputs, _: {"cost": outputs.mean()}, "dict"),
+    (lambda outputs, _: SimpleNamespace(loss=None, logits=outputs), "SimpleNamespace"),
+])  # fmt: skip
 def test_invalid_losses_are_named(returned, told):
     kind = variant(lambda self, x, targets=None: returned(Plain.forward(self, x), targets))
     rule = rf"^Assembled\.forward\(inputs, targets\) must return the mean loss, .*, but returns {told}$"
@@ -281,14 +275,11 @@ def test_flops_of_grouped_products(first, second, flops):
 MIXED = SimpleNamespace(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
 
 
-@pytest.mark.parametrize(
-    ("told", "window"),
-    [
-        ({"is_sliding": False}, None), ({"is_sliding": True}, 4),  # Exaone4
-        ({"config": MIXED, "layer_idx": 1}, None), ({"config": MIXED, "layer_idx": 0}, 4),  # Qwen2-MoE
-        ({"config": MIXED}, 4), ({"config": SimpleNamespace(layer_types=["full_attention"]), "layer_idx": 0}, 4),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("told", "window"), [
+    ({"is_sliding": False}, None), ({"is_sliding": True}, 4),  # Exaone4
+    ({"config": MIXED, "layer_idx": 1}, None), ({"config": MIXED, "layer_idx": 0}, 4),  # Qwen2-MoE
+    ({"config": MIXED}, 4), ({"config": SimpleNamespace(layer_types=["full_attention"]), "layer_idx": 0}, 4),
+])  # fmt: skip
 def test_window_counts_where_used(told, window):
     module = Attends(window=4)
     vars(module.attention).update(told)

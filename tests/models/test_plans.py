@@ -32,13 +32,10 @@ FUSED = {"attn.qkv": Role("colwise_gather_output"), "attn.proj": Role("rowwise_s
 APART = {f"attn.{name}": Role("rowwise" if name == "o" else "colwise", 2, "heads") for name in "qkvo"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "plan", "roles"),
-    [
-        (users.Attention, None, FUSED | OF_MLP), (users.Attention, ATTENTION | MLP, FUSED | OF_MLP),
-        (users.Attention, MLP, OF_MLP), (users.Apart, None, APART | OF_MLP),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "plan", "roles"), [
+    (users.Attention, None, FUSED | OF_MLP), (users.Attention, ATTENTION | MLP, FUSED | OF_MLP),
+    (users.Attention, MLP, OF_MLP), (users.Apart, None, APART | OF_MLP),
+])  # fmt: skip
 def test_roles_of_a_block(kind, plan, roles):
     assert of_block(users.Tokens(kind=kind), plan) == roles
 
@@ -53,14 +50,11 @@ def test_what_cannot_be_split_says_why():
     assert model.undivided == Abridged("tp_plan[blocks.*.fc1]=packed_colwise: is not a split that …")
 
 
-@pytest.mark.parametrize(
-    ("plan", "told"),
-    [
-        ({"blocks.*.fc3": "colwise"}, "tp_plan[blocks.*.fc3]=colwise: names no module; try blocks.*.fc…"),
-        ({"head.weight": "colwise"}, "tp_plan[head.weight]=colwise: names a weight…"),
-        ({"blocks.*.fc1": "mla_kv_a_proj"}, "tp_plan[blocks.*.fc1]=mla_kv_a_proj: is not a split …; try colwise, …"),
-        ({"blocks.*.norm1": "rowwise"}, "….norm1]=rowwise: blocks.0.norm1 is of class LayerNorm, which …"),
-    ],
-)
+@pytest.mark.parametrize(("plan", "told"), [
+    ({"blocks.*.fc3": "colwise"}, "tp_plan[blocks.*.fc3]=colwise: names no module; try blocks.*.fc…"),
+    ({"head.weight": "colwise"}, "tp_plan[head.weight]=colwise: names a weight…"),
+    ({"blocks.*.fc1": "mla_kv_a_proj"}, "tp_plan[blocks.*.fc1]=mla_kv_a_proj: is not a split …; try colwise, …"),
+    ({"blocks.*.norm1": "rowwise"}, "….norm1]=rowwise: blocks.0.norm1 is of class LayerNorm, which …"),
+])  # fmt: skip
 def test_plans_that_do_not_fit_are_refused(plan, told):
     assert refusal_of(plans.expand, users.Tokens(), plan) == Abridged(told)

@@ -160,36 +160,33 @@ def test_initial_values_of_a_decoder(family, options):
     assert model(tokens, targets).item() == pytest.approx(math.log(1000), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "lines"),
-    [
-        (GPT, {"layers": 0, "heads": 5, "width": 32, "sequence_length": "long", "vocabulary": 1}, [
-            "layers=0: must be a whole number of at least 1",
-            "sequence_length=long: must be a whole number of at least 1",
-            "vocabulary=1: must be a whole number of at least 2",
-            "heads=5: must divide width=32; try 2, 4, 8",
-        ]),
-        (GPT, {"layers": 1, "heads": 0, "width": 32}, ["heads=0: must be a whole number of at least 1"]),
-        (Llama, {"layers": 0, "heads": 6, "key_value_heads": 4, "width": 32, "hidden": 48, "rope_theta": 1,
-                 "rope_factor": 0.5}, [
-            "layers=0: must be a whole number of at least 1",
-            "heads=6: must divide width=32 into heads with an even number of features, which are rotated in pairs; "
-            "try 2, 4, 8",
-            "key_value_heads=4: must divide heads=6; try 2, 3, 6",
-            "rope_theta=1: must be greater than 1",
-            "rope_factor=0.5: must be at least 1 (no scaling)",
-        ]),
-        (ResNet, {"depth": 51, "classes": 1, "image_size": 16}, [
-            "depth=51: is not the depth of a ResNet; try 18, 34, 50, 101, 152",
-            "classes=1: must be a whole number of at least 2",
-            "image_size=16: must be a whole number of at least 32",
-        ]),
-        (Toy, {"inputs": 0, "width": 1.5, "outputs": True, "layers": 1}, [
-            "inputs=0: must be a whole number of at least 1", "width=1.5: must be a whole number of at least 1",
-            "outputs=true: must be a whole number of at least 1", "layers=1: must be a whole number of at least 2",
-        ]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "options", "lines"), [
+    (GPT, {"layers": 0, "heads": 5, "width": 32, "sequence_length": "long", "vocabulary": 1}, [
+        "layers=0: must be a whole number of at least 1",
+        "sequence_length=long: must be a whole number of at least 1",
+        "vocabulary=1: must be a whole number of at least 2",
+        "heads=5: must divide width=32; try 2, 4, 8",
+    ]),
+    (GPT, {"layers": 1, "heads": 0, "width": 32}, ["heads=0: must be a whole number of at least 1"]),
+    (Llama, {"layers": 0, "heads": 6, "key_value_heads": 4, "width": 32, "hidden": 48, "rope_theta": 1,
+             "rope_factor": 0.5}, [
+        "layers=0: must be a whole number of at least 1",
+        "heads=6: must divide width=32 into heads with an even number of features, which are rotated in pairs; "
+        "try 2, 4, 8",
+        "key_value_heads=4: must divide heads=6; try 2, 3, 6",
+        "rope_theta=1: must be greater than 1",
+        "rope_factor=0.5: must be at least 1 (no scaling)",
+    ]),
+    (ResNet, {"depth": 51, "classes": 1, "image_size": 16}, [
+        "depth=51: is not the depth of a ResNet; try 18, 34, 50, 101, 152",
+        "classes=1: must be a whole number of at least 2",
+        "image_size=16: must be a whole number of at least 32",
+    ]),
+    (Toy, {"inputs": 0, "width": 1.5, "outputs": True, "layers": 1}, [
+        "inputs=0: must be a whole number of at least 1", "width=1.5: must be a whole number of at least 1",
+        "outputs=true: must be a whole number of at least 1", "layers=1: must be a whole number of at least 2",
+    ]),
+])  # fmt: skip
 def test_all_refused_options_come_at_once(family, options, lines):
     assert refusal_of(family, **options).splitlines() == lines
 

@@ -238,22 +238,19 @@ def twice(self, x):
     return self.third(self.second(self.dropout(self.second(self.first(x)))))
 
 
-@pytest.mark.parametrize(
-    ("build", "expected"),
-    [
-        *((build, STEM_TO_HEAD) for build in (Net, Alternating, Patches, ByTable, Residual, net(skips))),
-        (Again, [["stem"], ["blocks.0", "blocks.1", "blocks.2", "blocks.3"], ["head"]]),
-        (
-            Patched,
-            [["token"], ["net.stem"], ["net.shift"], *([f"net.blocks.{number}"] for number in range(3)), ["net.head"]],
-        ),
-        (net(by_table, table=nn.Embedding(2, 6)), [["table.weight"], *STEM_TO_HEAD]),
-        (sequential, [["1"], ["3"]]),
-        (Plain, [["first"], ["second"], ["third"]]),
-        (plain(by_default), [["first"], ["second"], ["third"]]),
-        (plain(twice), [["first"], ["second"], ["third"]]),
-    ],
-)
+@pytest.mark.parametrize(("build", "expected"), [
+    *((build, STEM_TO_HEAD) for build in (Net, Alternating, Patches, ByTable, Residual, net(skips))),
+    (Again, [["stem"], ["blocks.0", "blocks.1", "blocks.2", "blocks.3"], ["head"]]),
+    (
+        Patched,
+        [["token"], ["net.stem"], ["net.shift"], *([f"net.blocks.{number}"] for number in range(3)), ["net.head"]],
+    ),
+    (net(by_table, table=nn.Embedding(2, 6)), [["table.weight"], *STEM_TO_HEAD]),
+    (sequential, [["1"], ["3"]]),
+    (Plain, [["first"], ["second"], ["third"]]),
+    (plain(by_default), [["first"], ["second"], ["third"]]),
+    (plain(twice), [["first"], ["second"], ["third"]]),
+])  # fmt: skip
 def test_pieces_compute_the_module(build, expected):
     model = adapt(build(), example)
     assert cuts(model) == expected
@@ -357,21 +354,18 @@ NOWHERE = "there is no place between its submodules where only floating-point te
 OUTSIDE = "it uses {} outside the module that owns it"
 
 
-@pytest.mark.parametrize(
-    ("build", "reason"),
-    [
-        (plain(branches), "it does not call second, which has weights"),
-        (plain(Plain.forward, second=nn.Linear(3, 3)),
-         "its forward cannot be followed: mat1 and mat2 shapes cannot be multiplied (2x8 and 3x3)"),
-        # As language models do whose embedding is their head, and the other way round.
-        (net(lambda self, inputs: Net.forward(self, inputs) @ self.stem.weight[:4, :4]), OUTSIDE.format("stem.weight")),
-        (net(lambda self, inputs: Net.forward(self, inputs * self.head.weight.sum())), OUTSIDE.format("head.weight")),
-        (BlocksOnWeights, OUTSIDE.format("blocks.0.norm.weight")),
-        (Checkpointed, "its forward cannot be followed: When use_reentrant=True, torch.utils.checkpoint is"),
-        (lambda: assembled(Net.forward, Net, unused=nn.Linear(2, 2)), "it does not call unused, which has weights"),
-        (lambda: nn.Linear(6, 4), NOWHERE),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("build", "reason"), [
+    (plain(branches), "it does not call second, which has weights"),
+    (plain(Plain.forward, second=nn.Linear(3, 3)),
+     "its forward cannot be followed: mat1 and mat2 shapes cannot be multiplied (2x8 and 3x3)"),
+    # As language models do whose embedding is their head, and the other way round.
+    (net(lambda self, inputs: Net.forward(self, inputs) @ self.stem.weight[:4, :4]), OUTSIDE.format("stem.weight")),
+    (net(lambda self, inputs: Net.forward(self, inputs * self.head.weight.sum())), OUTSIDE.format("head.weight")),
+    (BlocksOnWeights, OUTSIDE.format("blocks.0.norm.weight")),
+    (Checkpointed, "its forward cannot be followed: When use_reentrant=True, torch.utils.checkpoint is"),
+    (lambda: assembled(Net.forward, Net, unused=nn.Linear(2, 2)), "it does not call unused, which has weights"),
+    (lambda: nn.Linear(6, 4), NOWHERE),
+])  # fmt: skip
 def test_refusals(build, reason):
     model = adapt(build(), example)
     assert model.parts() is None

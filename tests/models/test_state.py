@@ -115,15 +115,12 @@ class Insists(nn.Module):
         return self
 
 
-@pytest.mark.parametrize(
-    ("built", "frozen"),
-    [
-        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout().eval()), ["1"]),
-        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval(), []),
-        (lambda: nn.Sequential(Insists(), nn.Dropout()), ["0.norm"]),
-        (lambda: nn.Sequential(Insists().eval(), nn.Dropout()), ["0", "0.norm"]),
-    ],
-)
+@pytest.mark.parametrize(("built", "frozen"), [
+    (lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout().eval()), ["1"]),
+    (lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval(), []),
+    (lambda: nn.Sequential(Insists(), nn.Dropout()), ["0.norm"]),
+    (lambda: nn.Sequential(Insists().eval(), nn.Dropout()), ["0", "0.norm"]),
+])  # fmt: skip
 def test_frozen_parts_stay_in_eval_mode(built, frozen):
     module = built()
     modes = Modes(module)

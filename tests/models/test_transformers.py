@@ -104,23 +104,20 @@ def experts(kind, ours, theirs):
     return MoE, ours, kind, {**OF_LLAMA, **theirs}
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "kind", "config"),
-    [
-        gpt2(tied=True),
-        gpt2(tied=False),
-        llama(groups=2, theta=500000.0, factor=8.0),
-        llama(groups=2, tied=True),
-        llama(groups=4),
-        llama(groups=1),
-        experts("Mixtral", {}, {"intermediate_size": 24, "num_local_experts": 6}),
-        experts(
-            "Qwen3Moe",
-            {"head_width": 12, "head_norm": True, "router": {"normalize": False}},
-            {"moe_intermediate_size": 24, "num_experts": 6, "head_dim": 12, "norm_topk_prob": False},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "options", "kind", "config"), [
+    gpt2(tied=True),
+    gpt2(tied=False),
+    llama(groups=2, theta=500000.0, factor=8.0),
+    llama(groups=2, tied=True),
+    llama(groups=4),
+    llama(groups=1),
+    experts("Mixtral", {}, {"intermediate_size": 24, "num_local_experts": 6}),
+    experts(
+        "Qwen3Moe",
+        {"head_width": 12, "head_norm": True, "router": {"normalize": False}},
+        {"moe_intermediate_size": 24, "num_experts": 6, "head_dim": 12, "norm_topk_prob": False},
+    ),
+])  # fmt: skip
 def test_logits_equal_transformers(family, options, kind, config):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -62,14 +62,11 @@ def test_changed_weights_are_observed_and_restored(follow, is_told):
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    "count",
-    [
-        lambda module: module.steps.add_(1),
-        lambda module: setattr(module, "steps", module.steps + 1),
-        lambda module: module.steps.add_(1) if module.steps.item() >= 0 else None,
-    ],
-)
+@pytest.mark.parametrize("count", [
+    lambda module: module.steps.add_(1),
+    lambda module: setattr(module, "steps", module.steps + 1),
+    lambda module: module.steps.add_(1) if module.steps.item() >= 0 else None,
+])  # fmt: skip
 def test_changed_buffers_are_observed_and_restored(count):
     module = nn.Linear(3, 3)
     module.register_buffer("steps", steps := torch.zeros(()))

@@ -54,13 +54,10 @@ def test_short_runs_have_rates_too(schedule, steps):
     assert all(0 <= factor <= 1 for factor in factors(schedule, steps))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Constant(warmup_steps=-1), lambda: Cosine(final=1.5), lambda: OneCycle(rise=-0.1),
-        lambda: OneCycle(first=2.0), lambda: Cosine(warmup_steps=-2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("make", [
+    lambda: Constant(warmup_steps=-1), lambda: Cosine(final=1.5), lambda: OneCycle(rise=-0.1),
+    lambda: OneCycle(first=2.0), lambda: Cosine(warmup_steps=-2),
+])  # fmt: skip
 def test_options_out_of_range_are_refused(make):
     with pytest.raises(ConfigError):
         make()

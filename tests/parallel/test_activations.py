@@ -184,15 +184,12 @@ def test_offload_keeps_weights_and_copies(precision, how, monkeypatch):
     assert [weight.grad.dtype for weight in layer.parameters()] == [torch.float32] * 2
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("activations=offload", "compile=whole"), "activations=offload: … compile=whole …; try compile=layers"),
-        (("activations=recompute", "activations.every=0"), "activations.every=0: must be a whole number of at least 1"),
-        (("activations=selective", "model=custom", "model._target_=torch.nn.Linear", "+model.in_features=32",
-          "+model.out_features=8", "data=synthetic_vectors"),
-         "activations=selective: is applied layer by layer, and model=Linear has no layers(); try keep"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overrides", "message"), [
+    (("activations=offload", "compile=whole"), "activations=offload: … compile=whole …; try compile=layers"),
+    (("activations=recompute", "activations.every=0"), "activations.every=0: must be a whole number of at least 1"),
+    (("activations=selective", "model=custom", "model._target_=torch.nn.Linear", "+model.in_features=32",
+      "+model.out_features=8", "data=synthetic_vectors"),
+     "activations=selective: is applied layer by layer, and model=Linear has no layers(); try keep"),
+])  # fmt: skip
 def test_ineffective_activations_are_refused(overrides, message):
     assert refused(training_spec.specify, read(*overrides), lambda ranks: ranks(2)) == Abridged(message)

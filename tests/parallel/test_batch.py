@@ -74,14 +74,11 @@ def test_replicas_take_every_sample_once():
         assert taken == list(range(3 * layout.global_batch))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((4, 17, "auto"), "global_batch=17: must be a multiple of … replicas, 4; try 16, 20"),
-        ((4, 3, "auto"), "global_batch=3: must be a multiple of the number of data-parallel replicas, 4; try 4"),
-        ((2, 24, 5), "micro_batch=5: must divide a replica's share of the batch, 12; try 3, 4, 6"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((4, 17, "auto"), "global_batch=17: must be a multiple of … replicas, 4; try 16, 20"),
+    ((4, 3, "auto"), "global_batch=3: must be a multiple of the number of data-parallel replicas, 4; try 4"),
+    ((2, 24, 5), "micro_batch=5: must divide a replica's share of the batch, 12; try 3, 4, 6"),
+])  # fmt: skip
 def test_a_refusal_names_numbers_that_fit(arguments, message):
     assert refused(check_share, *arguments) == Abridged(message)
 

@@ -18,19 +18,16 @@ def wanted(**degrees):
     return dict.fromkeys(NAMES, 1) | degrees
 
 
-@pytest.mark.parametrize(
-    ("world_size", "degrees", "derived"),
-    [
-        (1, {"replicate": "auto"}, Dims()),
-        (8, {"replicate": "auto", "shard": "auto"}, Dims(replicate=4, shard=2)),
-        (2, {"replicate": "auto", "pipeline": "auto"}, Dims(pipeline=2)),
-        (6, {"replicate": "auto", "pipeline": "auto"}, Dims(replicate=3, pipeline=2)),
-        (9, {"replicate": "auto", "pipeline": "auto"}, Dims(replicate=3, pipeline=3)),
-        (8, {"replicate": 2, "pipeline": "auto"}, Dims(replicate=2, pipeline=4)),
-        (8, {"replicate": "auto", "tensor": "auto"}, Dims(replicate=4, tensor=2)),
-        (8, {"shard": "auto", "tensor": "auto", "pipeline": "auto"}, Dims(shard=2, tensor=2, pipeline=2)),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "degrees", "derived"), [
+    (1, {"replicate": "auto"}, Dims()),
+    (8, {"replicate": "auto", "shard": "auto"}, Dims(replicate=4, shard=2)),
+    (2, {"replicate": "auto", "pipeline": "auto"}, Dims(pipeline=2)),
+    (6, {"replicate": "auto", "pipeline": "auto"}, Dims(replicate=3, pipeline=2)),
+    (9, {"replicate": "auto", "pipeline": "auto"}, Dims(replicate=3, pipeline=3)),
+    (8, {"replicate": 2, "pipeline": "auto"}, Dims(replicate=2, pipeline=4)),
+    (8, {"replicate": "auto", "tensor": "auto"}, Dims(replicate=4, tensor=2)),
+    (8, {"shard": "auto", "tensor": "auto", "pipeline": "auto"}, Dims(shard=2, tensor=2, pipeline=2)),
+])  # fmt: skip
 def test_degrees_that_are_not_given_are_derived(world_size, degrees, derived):
     assert derive(world_size, wanted(**degrees)) == derived
 
@@ -56,18 +53,15 @@ def test_degrees_exist_iff_they_multiply_to_ranks():
     assert refusals > 100
 
 
-@pytest.mark.parametrize(
-    ("world_size", "degrees", "message"),
-    [
-        (4, {"replicate": "auto", "pipeline": 3},
-         "pipeline=3: replicate(auto) x pipeline(3) must equal the number of ranks, 4; try 2, 4"),
-        (8, {"replicate": 2, "shard": 3}, "shard=3: replicate(2) x shard(3) = 6 must equal …, 8; try 4"),
-        (8, {"replicate": 3, "shard": 4}, "replicate=3: replicate(3) x shard(4) = 12 must equal …, 8; try 2"),
-        (8, {"replicate": 3, "shard": 3}, "shard=3: … = 9 must equal …, 8; try 9 ranks, or auto for …"),
-        (2, {}, "replicate=1: … are 1, but there are 2 ranks; try 2, auto, or cluster.ranks_per_node=1"),
-        (3, {"replicate": 2, "shard": "auto"}, "replicate=2: replicate(2) x shard(auto) must equal …, 3; try 3"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("world_size", "degrees", "message"), [
+    (4, {"replicate": "auto", "pipeline": 3},
+     "pipeline=3: replicate(auto) x pipeline(3) must equal the number of ranks, 4; try 2, 4"),
+    (8, {"replicate": 2, "shard": 3}, "shard=3: replicate(2) x shard(3) = 6 must equal …, 8; try 4"),
+    (8, {"replicate": 3, "shard": 4}, "replicate=3: replicate(3) x shard(4) = 12 must equal …, 8; try 2"),
+    (8, {"replicate": 3, "shard": 3}, "shard=3: … = 9 must equal …, 8; try 9 ranks, or auto for …"),
+    (2, {}, "replicate=1: … are 1, but there are 2 ranks; try 2, auto, or cluster.ranks_per_node=1"),
+    (3, {"replicate": 2, "shard": "auto"}, "replicate=2: replicate(2) x shard(auto) must equal …, 3; try 3"),
+])  # fmt: skip
 def test_refusal_states_the_equation(world_size, degrees, message):
     assert refused(derive, world_size, wanted(**degrees)) == Abridged(message)
 

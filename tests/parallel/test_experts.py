@@ -103,18 +103,13 @@ def expected(kind: str) -> list[list[float]]:
 
 
 @pytest.mark.ranks
-@cases(
-    "case",
-    CASES,
-    daily=[
-        *CASES[:7], ("pipeline", "forced", "fp32"),
-        ("shards", "bias", "fp32"), ("shards", "own router", "fp32"), ("tensor", "latent", "fp32"),
-        ("shards", "loss", "bf16"),
-        ("shards", "offload", "fp32"), ("tensor", "offload", "fp32"),
-        ("tensor without FSDP", "loss", "bf16"),
-    ],
-    ids=str,
-)  # fmt: skip
+@cases("case", CASES, daily=[
+    *CASES[:7], ("pipeline", "forced", "fp32"),
+    ("shards", "bias", "fp32"), ("shards", "own router", "fp32"), ("tensor", "latent", "fp32"),
+    ("shards", "loss", "bf16"),
+    ("shards", "offload", "fp32"), ("tensor", "offload", "fp32"),
+    ("tensor without FSDP", "loss", "bf16"),
+], ids=str)  # fmt: skip
 def test_layouts_follow_one_rank(of_first, case):
     _, kind, precision = case
     steps = expected("loss" if kind == "offload" else kind)
@@ -126,13 +121,10 @@ def test_no_two_kinds_have_the_same_losses():
     assert len({expected(kind)[-1][0] for kind in KINDS}) == len(KINDS)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shard": 8, "expert": 8}, "expert=8: must divide the 4 experts of the model; try 2, 4"),
-        ({"shard": 6, "expert": 2}, "expert=2: leaves 3 replicas …, which must divide the 16 rows …; try another …"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"shard": 8, "expert": 8}, "expert=8: must divide the 4 experts of the model; try 2, 4"),
+    ({"shard": 6, "expert": 2}, "expert=2: leaves 3 replicas …, which must divide the 16 rows …; try another …"),
+])  # fmt: skip
 def test_indivisible_experts_are_refused(options, message):
     strategy = Strategy(**options)
     assert refused(strategy.check, model(), layout_of(strategy, options["shard"], 48)) == Abridged(message)

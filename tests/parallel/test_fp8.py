@@ -30,17 +30,14 @@ WEIGHTS = [
 needs_torchao = pytest.mark.skipif(not fp8.is_installed(), reason="torchao is not installed")
 
 
-@pytest.mark.parametrize(
-    ("module", "suits"),
-    [
-        (nn.Linear(512, 1024), True),
-        (nn.Linear(512, 1024, bias=False), True),
-        (nn.Linear(496, 1024), False),  # small
-        (nn.Linear(1024, 520), False),  # no multiple of 16
-        (nn.Bilinear(512, 512, 1), False),
-        (type("Other", (nn.Linear,), {})(512, 512), False),  # may compute something else
-    ],
-)
+@pytest.mark.parametrize(("module", "suits"), [
+    (nn.Linear(512, 1024), True),
+    (nn.Linear(512, 1024, bias=False), True),
+    (nn.Linear(496, 1024), False),  # small
+    (nn.Linear(1024, 520), False),  # no multiple of 16
+    (nn.Bilinear(512, 512, 1), False),
+    (type("Other", (nn.Linear,), {})(512, 512), False),  # may compute something else
+])  # fmt: skip
 def test_which_layers_suit(module, suits):
     assert fp8.suits(module) == suits
 

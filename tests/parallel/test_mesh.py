@@ -67,16 +67,13 @@ def test_added_and_regrouping_degrees_are_dimensions(of_ranks):
         assert of_rank["alone"] == (None, {})
 
 
-@pytest.mark.parametrize(
-    "degrees",
-    [
-        {}, {"replicate": 8}, {"pipeline": 4}, {"replicate": 2, "shard": 4}, {"replicate": 2, "tensor": 2},
-        {"replicate": 2, "shard": 2, "pipeline": 2}, {"shard": 2, "context": 2, "tensor": 2},
-        {"replicate": 2, "context": 2, "tensor": 2}, {"context": 2, "tensor": 2}, {"context": 2, "pipeline": 2},
-        {"replicate": 2, "shard": 2, "tensor": 2, "expert": 2},
-        {"replicate": 2, "shard": 2, "context": 2, "tensor": 2, "pipeline": 2},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("degrees", [
+    {}, {"replicate": 8}, {"pipeline": 4}, {"replicate": 2, "shard": 4}, {"replicate": 2, "tensor": 2},
+    {"replicate": 2, "shard": 2, "pipeline": 2}, {"shard": 2, "context": 2, "tensor": 2},
+    {"replicate": 2, "context": 2, "tensor": 2}, {"context": 2, "tensor": 2}, {"context": 2, "pipeline": 2},
+    {"replicate": 2, "shard": 2, "tensor": 2, "expert": 2},
+    {"replicate": 2, "shard": 2, "context": 2, "tensor": 2, "pipeline": 2},
+])  # fmt: skip
 def test_communicators_are_counted(degrees):
     dims = Dims(**degrees)
     with pretended(dims.world_size):

@@ -9,17 +9,14 @@ from ptdbench.parallel.precision import arithmetic, cast_inputs
 from tests.models.assembled import assembled
 
 
-@pytest.mark.parametrize(
-    ("precision", "device", "on", "name"),
-    [
-        ("fp32", "cuda", False, "fp32"),
-        ("tf32", "cuda", True, "tf32"),
-        ("fp32", "cuda", True, "tf32"),  # not as asked for, but as it is
-        ("fp32", "cpu", True, "fp32"),
-        ("bf16", "cuda", True, "bf16"),
-        ("fp16", "cuda", False, "fp16"),
-    ],
-)
+@pytest.mark.parametrize(("precision", "device", "on", "name"), [
+    ("fp32", "cuda", False, "fp32"),
+    ("tf32", "cuda", True, "tf32"),
+    ("fp32", "cuda", True, "tf32"),  # not as asked for, but as it is
+    ("fp32", "cpu", True, "fp32"),
+    ("bf16", "cuda", True, "bf16"),
+    ("fp16", "cuda", False, "fp16"),
+])  # fmt: skip
 def test_arithmetic_of_products(precision, device, on, name):
     with hardware.tf32_allowed(on):
         assert arithmetic(precision, device) == name

@@ -30,15 +30,12 @@ def test_checksums_see_every_bit(dtype, monkeypatch):
     assert len(seen) == 11
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x[[1, 0, *range(2, 10)]],
-        lambda x: x[[*range(4, 8), *range(4), 8, 9]],  # pieces
-        lambda x: x.view(torch.int32) + torch.tensor([1, -2, 1] + [0] * 7, dtype=torch.int32),
-        lambda x: -x,
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda x: x[[1, 0, *range(2, 10)]],
+    lambda x: x[[*range(4, 8), *range(4), 8, 9]],  # pieces
+    lambda x: x.view(torch.int32) + torch.tensor([1, -2, 1] + [0] * 7, dtype=torch.int32),
+    lambda x: -x,
+])  # fmt: skip
 def test_checksums_see_cancelling_changes(change, monkeypatch):
     monkeypatch.setattr(replicas, "_AT_ONCE", 4)
     tensor = torch.arange(10.0)

@@ -96,15 +96,11 @@ class TestOnRanks:
 
     pytestmark = pytest.mark.ranks
 
-    @cases(
-        "name",
-        STRATEGIES | SEVERAL,
-        daily=[
-            "ddp", "fsdp", "hsdp", "1f1b", "gpipe", "stages in shards",
-            "tensor and shards, sequence", "tensor and stages", "context and shards", "ring and stages",
-            "interleaved1f1b, copies", "looped_bfs, shards",
-        ],
-    )  # fmt: skip
+    @cases("name", STRATEGIES | SEVERAL, daily=[
+        "ddp", "fsdp", "hsdp", "1f1b", "gpipe", "stages in shards",
+        "tensor and shards, sequence", "tensor and stages", "context and shards", "ring and stages",
+        "interleaved1f1b, copies", "looped_bfs, shards",
+    ])  # fmt: skip
     def test_gradients_equal_one_process(self, of_ranks, name):
         check([of_rank[name] for of_rank in of_ranks])
 
@@ -324,39 +320,36 @@ def with_equal_layers() -> GPT:
     return model
 
 
-@pytest.mark.parametrize(
-    ("options", "build", "message"),
-    [
-        ({"tensor": 3}, gpt, "tensor=3: must divide the 40 tokens of the model; try 2"),
-        ({"tensor": 8}, gpt, "tensor=8: must divide the 4 heads of the model; try 2, 4"),
-        ({"tensor": 8, "sequence": True, "context": 2}, gpt, "tensor=8: times 2 … the 8 positions …; try 2, 4"),
-        ({"context": 3}, gpt, "context=3: must divide the 8 positions of the model; try 2"),
-        ({"context": 8, "context_method": "ring"}, gpt, "context=8: times 2 … 8 positions …, … per rank; try 2, 4"),
-        ({"context": 4, "tensor": 2}, gpt, "context=4: times 2 must divide the 4 heads …; try 2"),
-        ({"context": 2, "context_method": "ring"}, not_causal, "context_method=ring: … is_causal; try ulysses"),
-        ({"tensor": 2, "sequence": True}, lambda: on_meta(Toy), "sequence=true: … scatter…; try false"),
-        ({"tensor": 2}, lambda: untold_by(nn.Linear(2, 2), 2), "tensor=2: it has no tp_plan, …; try 1…"),
-        ({"context": 2}, lambda: untold_by(nn.Linear(2, 2), 2), "context=2: needs a model whose roles() name …try 1…"),
-        ({"pipeline": 8}, gpt, "pipeline=8: … the model's 4 layers; try 2, 4"),
-        ({"pipeline": 5}, gpt, "pipeline=5: … 4 layers; try another cluster.ranks_per_node, or parallel=ddp"),
-        ({"pipeline": 4, "schedule": "interleaved1f1b"}, gpt, "pipeline=4: pipeline(4) x stages_per_rank(2) = 8 stages "
-         "must not exceed the model's 4 layers; try 2, or parallel.schedule=1f1b"),
-        ({"pipeline": 2, "schedule": "looped_bfs", "stages_per_rank": 3}, gpt,
-         "pipeline=2: pipeline(2) x stages_per_rank(3) = 6 stages … 4 layers; try parallel.schedule=1f1b"),
-        *(({"pipeline": 2}, lambda dtype=dtype: untold_by(nn.Linear(2, 2, dtype=dtype), 2), "pipeline=2: … there is "
-           f"no place between its submodules …; define parts(), or try parallel=ddp{more}")
-          for dtype, more in ((torch.float32, ", parallel=fsdp"), (torch.complex64, ""))),
-        ({"pipeline": 2}, with_frozen_trunk, "pipeline=2: stage 0 …; try parallel=fsdp, or fewer stages"),
-        ({"shard": 2}, with_equal_layers,
-         "shard=2: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are the same weight, …; try parallel=ddp"),
-        ({"shard": 2, "sync_batchnorm": True}, gpt, "sync_batchnorm=true: … without torch's batch norms; try false"),
-        *(({"shard": 2}, lambda gate=gate: with_gate(gate), f"shard=2: blocks.1.gate {rule}; try parallel=ddp")
-          for gate, rule in (
-              (torch.ones(()), "is a scalar, …"),
-              (torch.ones(2, dtype=torch.complex64), "is complex, …"),
-              (torch.ones(2, 3).t(), "is not contiguous, …: nn.Parameter(weight.contiguous())"))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "build", "message"), [
+    ({"tensor": 3}, gpt, "tensor=3: must divide the 40 tokens of the model; try 2"),
+    ({"tensor": 8}, gpt, "tensor=8: must divide the 4 heads of the model; try 2, 4"),
+    ({"tensor": 8, "sequence": True, "context": 2}, gpt, "tensor=8: times 2 … the 8 positions …; try 2, 4"),
+    ({"context": 3}, gpt, "context=3: must divide the 8 positions of the model; try 2"),
+    ({"context": 8, "context_method": "ring"}, gpt, "context=8: times 2 … 8 positions …, … per rank; try 2, 4"),
+    ({"context": 4, "tensor": 2}, gpt, "context=4: times 2 must divide the 4 heads …; try 2"),
+    ({"context": 2, "context_method": "ring"}, not_causal, "context_method=ring: … is_causal; try ulysses"),
+    ({"tensor": 2, "sequence": True}, lambda: on_meta(Toy), "sequence=true: … scatter…; try false"),
+    ({"tensor": 2}, lambda: untold_by(nn.Linear(2, 2), 2), "tensor=2: it has no tp_plan, …; try 1…"),
+    ({"context": 2}, lambda: untold_by(nn.Linear(2, 2), 2), "context=2: needs a model whose roles() name …try 1…"),
+    ({"pipeline": 8}, gpt, "pipeline=8: … the model's 4 layers; try 2, 4"),
+    ({"pipeline": 5}, gpt, "pipeline=5: … 4 layers; try another cluster.ranks_per_node, or parallel=ddp"),
+    ({"pipeline": 4, "schedule": "interleaved1f1b"}, gpt, "pipeline=4: pipeline(4) x stages_per_rank(2) = 8 stages "
+     "must not exceed the model's 4 layers; try 2, or parallel.schedule=1f1b"),
+    ({"pipeline": 2, "schedule": "looped_bfs", "stages_per_rank": 3}, gpt,
+     "pipeline=2: pipeline(2) x stages_per_rank(3) = 6 stages … 4 layers; try parallel.schedule=1f1b"),
+    *(({"pipeline": 2}, lambda dtype=dtype: untold_by(nn.Linear(2, 2, dtype=dtype), 2), "pipeline=2: … there is "
+       f"no place between its submodules …; define parts(), or try parallel=ddp{more}")
+      for dtype, more in ((torch.float32, ", parallel=fsdp"), (torch.complex64, ""))),
+    ({"pipeline": 2}, with_frozen_trunk, "pipeline=2: stage 0 …; try parallel=fsdp, or fewer stages"),
+    ({"shard": 2}, with_equal_layers,
+     "shard=2: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are the same weight, …; try parallel=ddp"),
+    ({"shard": 2, "sync_batchnorm": True}, gpt, "sync_batchnorm=true: … without torch's batch norms; try false"),
+    *(({"shard": 2}, lambda gate=gate: with_gate(gate), f"shard=2: blocks.1.gate {rule}; try parallel=ddp")
+      for gate, rule in (
+          (torch.ones(()), "is a scalar, …"),
+          (torch.ones(2, dtype=torch.complex64), "is complex, …"),
+          (torch.ones(2, 3).t(), "is not contiguous, …: nn.Parameter(weight.contiguous())"))),
+])  # fmt: skip
 def test_models_refused(options, build, message):
     strategy = Strategy(**options)
     refusal = refused(strategy.check, build(), layout_of(strategy, strategy.ranks(1), 240))

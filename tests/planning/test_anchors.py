@@ -38,31 +38,25 @@ def test_a_measured_run_is_planned_as_it_ran(tmp_path):
         anchor.level({"predicted": {"reason": "no costs"}})
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"kind": "virtual"}, "it is virtual: an anchor is measured"),
-        ({"status": "failed"}, "it has no throughput: failed"),
-        ({"nodes": ["a", "b"]}, "it ran on several nodes"),
-        ({"environment": {"devices": ["NVIDIA L4"]}}, "it was measured on NVIDIA L4, and the plan is for NVIDIA H200"),
-        ({"precision": "fp32"}, "its precision is fp32, and the plan's bf16"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"kind": "virtual"}, "it is virtual: an anchor is measured"),
+    ({"status": "failed"}, "it has no throughput: failed"),
+    ({"nodes": ["a", "b"]}, "it ran on several nodes"),
+    ({"environment": {"devices": ["NVIDIA L4"]}}, "it was measured on NVIDIA L4, and the plan is for NVIDIA H200"),
+    ({"precision": "fp32"}, "its precision is fp32, and the plan's bf16"),
+])  # fmt: skip
 def test_what_sets_no_level_is_refused(tmp_path, changes, reason):
     with pytest.raises(ConfigError, match=f"--anchor={tmp_path}: {reason}"):
         read(tmp_path, MEASURED | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "levels", "level", "deviation", "doubt"),
-    [
-        ({}, [1.1], 1.1, math.sqrt(2) * 0.0225, ""),
-        ({}, [1.0, 1.21], 1.1, math.sqrt((2 * 0.0225**2 + 2 * math.log(1.1) ** 2) / 3 * 1.5), ""),
-        ({"kernels": "torch"}, [1.1], 1.1, math.hypot(math.sqrt(2) * 0.0225, 0.04), " (kernels=torch, so the in"),
-        ({"environment": {"devices": ["NVIDIA H200"], "torch": "2.8"}}, [1.1], 1.1,
-         math.hypot(math.sqrt(2) * 0.0225, 0.02), " (torch 2.8, so the in"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "levels", "level", "deviation", "doubt"), [
+    ({}, [1.1], 1.1, math.sqrt(2) * 0.0225, ""),
+    ({}, [1.0, 1.21], 1.1, math.sqrt((2 * 0.0225**2 + 2 * math.log(1.1) ** 2) / 3 * 1.5), ""),
+    ({"kernels": "torch"}, [1.1], 1.1, math.hypot(math.sqrt(2) * 0.0225, 0.04), " (kernels=torch, so the in"),
+    ({"environment": {"devices": ["NVIDIA H200"], "torch": "2.8"}}, [1.1], 1.1,
+     math.hypot(math.sqrt(2) * 0.0225, 0.02), " (torch 2.8, so the in"),
+])  # fmt: skip
 def test_levels_and_their_spread_are_those_of_logarithms(changes, levels, level, deviation, doubt):
     anchor = Anchor(MEASURED | changes, PLAN)
     step = anchors.applied(FIELDS, PLAN, [(anchor, one) for one in levels])["predicted"]

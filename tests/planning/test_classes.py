@@ -12,26 +12,23 @@ from tests.conftest import read
 EVEN = ("model=llama_tiny", "virtual=h100", "data=synthetic_tokens", "train.global_batch=64")
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("parallel=ddp cluster.ranks_per_node=8", {0: 8}),
-        ("parallel=fsdp cluster.ranks_per_node=8", {0: 8}),
-        ("parallel=tp parallel.tensor=2 cluster.ranks_per_node=8", {0: 8}),
-        ("parallel=fsdp model.vocabulary=257 cluster.ranks_per_node=8", {0: 7, 7: 1}),
-        ("parallel=hsdp parallel.shard=4 model.vocabulary=257 cluster.ranks_per_node=8", {0: 6, 3: 2}),
-        ("parallel=pdp parallel.pipeline=2 cluster.ranks_per_node=8", {0: 4, 1: 4}),
-        ("parallel=3d parallel.tensor=2 parallel.pipeline=2 cluster.ranks_per_node=8", {0: 4, 4: 4}),
-        ("parallel=pdp parallel.pipeline=8 model.layers=8 cluster.ranks_per_node=8", {0: 1, 1: 5, 6: 1, 7: 1}),
-        (  # activations are largest in the stages with fewest weights
-            "model=resnet50 data=synthetic_images parallel=pdp parallel.pipeline=6 cluster.ranks_per_node=6",
-            dict.fromkeys(range(6), 1),
-        ),
-        # Two have the state of weights of the same shapes.
-        ("parallel=ddp parallel.optimizer=zero1 cluster.ranks_per_node=4", {0: 1, 1: 1, 2: 2}),
-        ("parallel=ddp parallel.optimizer=zero1 parallel.context=2 cluster.ranks_per_node=4", {0: 1, 1: 1, 2: 2}),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ("parallel=ddp cluster.ranks_per_node=8", {0: 8}),
+    ("parallel=fsdp cluster.ranks_per_node=8", {0: 8}),
+    ("parallel=tp parallel.tensor=2 cluster.ranks_per_node=8", {0: 8}),
+    ("parallel=fsdp model.vocabulary=257 cluster.ranks_per_node=8", {0: 7, 7: 1}),
+    ("parallel=hsdp parallel.shard=4 model.vocabulary=257 cluster.ranks_per_node=8", {0: 6, 3: 2}),
+    ("parallel=pdp parallel.pipeline=2 cluster.ranks_per_node=8", {0: 4, 1: 4}),
+    ("parallel=3d parallel.tensor=2 parallel.pipeline=2 cluster.ranks_per_node=8", {0: 4, 4: 4}),
+    ("parallel=pdp parallel.pipeline=8 model.layers=8 cluster.ranks_per_node=8", {0: 1, 1: 5, 6: 1, 7: 1}),
+    (  # activations are largest in the stages with fewest weights
+        "model=resnet50 data=synthetic_images parallel=pdp parallel.pipeline=6 cluster.ranks_per_node=6",
+        dict.fromkeys(range(6), 1),
+    ),
+    # Two have the state of weights of the same shapes.
+    ("parallel=ddp parallel.optimizer=zero1 cluster.ranks_per_node=4", {0: 1, 1: 1, 2: 2}),
+    ("parallel=ddp parallel.optimizer=zero1 parallel.context=2 cluster.ranks_per_node=4", {0: 1, 1: 1, 2: 2}),
+])  # fmt: skip
 def test_one_rank_of_each_class(words: str, expected: dict[int, int]) -> None:
     training = run_spec.specify(read(*EVEN, *words.split()), None).training
     represented = classes(training)

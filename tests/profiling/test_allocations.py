@@ -121,22 +121,19 @@ def test_real_allocations_have_their_part_of_the_step():
     assert {amounts["gradients"] for amounts in in_update} == {400}
 
 
-@pytest.mark.parametrize(
-    ("names", "place"),
-    [
-        (["ptdbench::data"], ("data", "other")),
-        (["ptdbench::gradients", "aten::linear"], ("forward", "activations")),
-        (["ptdbench::gradients", "FSDP::pre_forward (layers.0)"], ("forward", "communication")),
-        (["ptdbench::gradients", "FSDP::cast_forward_inputs"], ("forward", "activations")),
-        (["ptdbench::gradients", "FSDP::root_post_backward_callback"], ("backward", "communication")),
-        (["ptdbench::gradients", "autograd::engine::evaluate_function: X"], ("backward", "activations")),
-        (["autograd::engine::evaluate_function: X", "aten::mm"], ("backward", "activations")),
-        (["autograd::engine::evaluate_function: X", "FSDP::pre_backward (0)"], ("backward", "communication")),
-        (["autograd::engine::evaluate_function: X", "FSDP::post_backward_reshard (0)"], ("backward", "gradients")),
-        (["autograd::engine::evaluate_function: X", "FSDP::post_backward_reduce (0)"], ("backward", "communication")),
-        (["ptdbench::update", "aten::sqrt"], ("optimizer", "other")),
-    ],
-)
+@pytest.mark.parametrize(("names", "place"), [
+    (["ptdbench::data"], ("data", "other")),
+    (["ptdbench::gradients", "aten::linear"], ("forward", "activations")),
+    (["ptdbench::gradients", "FSDP::pre_forward (layers.0)"], ("forward", "communication")),
+    (["ptdbench::gradients", "FSDP::cast_forward_inputs"], ("forward", "activations")),
+    (["ptdbench::gradients", "FSDP::root_post_backward_callback"], ("backward", "communication")),
+    (["ptdbench::gradients", "autograd::engine::evaluate_function: X"], ("backward", "activations")),
+    (["autograd::engine::evaluate_function: X", "aten::mm"], ("backward", "activations")),
+    (["autograd::engine::evaluate_function: X", "FSDP::pre_backward (0)"], ("backward", "communication")),
+    (["autograd::engine::evaluate_function: X", "FSDP::post_backward_reshard (0)"], ("backward", "gradients")),
+    (["autograd::engine::evaluate_function: X", "FSDP::post_backward_reduce (0)"], ("backward", "communication")),
+    (["ptdbench::update", "aten::sqrt"], ("optimizer", "other")),
+])  # fmt: skip
 def test_surroundings_follow_from_enclosing_names(names, place):
     surroundings = Surroundings()
     for name in names:

@@ -230,16 +230,13 @@ def test_all_gathers_by_kernels_are_not_by_copy_engines(read):
         assert [call.operation for call in read(*step(0, 1, 6, 10), *events, device="cuda").calls] == operations
 
 
-@pytest.mark.parametrize(
-    ("events", "device", "message"),
-    [
-        ([*step(0, 1, 3, 10), *ON_GPU], "cuda", "does not show when a GPU waits for gloo; try backend=nccl"),
-        ([*step(0, 1, 3, 10), *COPIED], "cuda", "all-gathers by copy engines look like other copies"),
-        ([*step(0, 1, 3, 10), WRONG], "cuda", "is not a trace of torch's profiler"),  # a field of another form
-        ([event("aten::mm", 0, 1)], "cpu", "has no profiled step"),
-        (step(0, 1, 3, 10), "cuda", "the profiler could not trace the GPU"),
-    ],
-)
+@pytest.mark.parametrize(("events", "device", "message"), [
+    ([*step(0, 1, 3, 10), *ON_GPU], "cuda", "does not show when a GPU waits for gloo; try backend=nccl"),
+    ([*step(0, 1, 3, 10), *COPIED], "cuda", "all-gathers by copy engines look like other copies"),
+    ([*step(0, 1, 3, 10), WRONG], "cuda", "is not a trace of torch's profiler"),  # a field of another form
+    ([event("aten::mm", 0, 1)], "cpu", "has no profiled step"),
+    (step(0, 1, 3, 10), "cuda", "the profiler could not trace the GPU"),
+])  # fmt: skip
 def test_trace_without_phases_is_refused(read, events, device, message):
     with pytest.raises(ValueError, match=message):
         read(*events, device=device)

@@ -7,15 +7,12 @@ from ptdbench.setup.config import resolve
 from tests.conftest import composed
 
 
-@pytest.mark.parametrize(
-    ("option", "word", "does"),
-    [
-        ("optimizer.lr", "layout", False), ("parallel.bucket_mb", "layout", True),
-        ("parallel.tensor", "degree", True), ("parallels", "layout", False), ("cluster.partition", "queue", True),
-        ("cluster.nodes", "queue", False), ("sweep.same_nodes", "start", False), ("sweep.resume", "start", True),
-        ("logger.project", "nothing", True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("option", "word", "does"), [
+    ("optimizer.lr", "layout", False), ("parallel.bucket_mb", "layout", True),
+    ("parallel.tensor", "degree", True), ("parallels", "layout", False), ("cluster.partition", "queue", True),
+    ("cluster.nodes", "queue", False), ("sweep.same_nodes", "start", False), ("sweep.resume", "start", True),
+    ("logger.project", "nothing", True),
+])  # fmt: skip
 def test_an_option_affects_what_is_said_of_it_or_else_of_its_group(option, word, does):
     assert affects(option, word) is does
 

@@ -87,17 +87,14 @@ INTO_TORCH = "def forward(x):\n    return torch.nn.Linear(2, 2)(x)\n\nforward(to
 SITE = Path(sysconfig.get_path("purelib"))
 
 
-@pytest.mark.parametrize(
-    ("code", "file", "frame"),
-    [
-        (INTO_TORCH, "/somewhere/mymodels.py", "mymodels.py:2 in forward"),
-        ("json.loads('{')", "/somewhere/mymodels.py", "mymodels.py:1 in <module>"),
-        (INTO_TORCH, example, "custom_model.py:2 in forward"),
-        (INTO_TORCH, str(SITE / "transformers" / "gpt2.py"), "gpt2.py:2 in forward"),
-        (INTO_TORCH, str(SITE / "torch" / "nn" / "module.py"), ""),
-        ("1 / 0", "zoo/mymodels.py", "zoo/mymodels.py:1 in <module>"),  # below the current directory
-    ],
-)
+@pytest.mark.parametrize(("code", "file", "frame"), [
+    (INTO_TORCH, "/somewhere/mymodels.py", "mymodels.py:2 in forward"),
+    ("json.loads('{')", "/somewhere/mymodels.py", "mymodels.py:1 in <module>"),
+    (INTO_TORCH, example, "custom_model.py:2 in forward"),
+    (INTO_TORCH, str(SITE / "transformers" / "gpt2.py"), "gpt2.py:2 in forward"),
+    (INTO_TORCH, str(SITE / "torch" / "nn" / "module.py"), ""),
+    ("1 / 0", "zoo/mymodels.py", "zoo/mymodels.py:1 in <module>"),  # below the current directory
+])  # fmt: skip
 def test_the_last_frame_outside_of_libraries_is_named(code, file, frame, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert user_frame(raised_by(code, str(tmp_path / file))) == frame

@@ -33,13 +33,10 @@ def test_the_last_job_of_each_run_is_kept_also_when_the_sweep_goes_on(tmp_path):
     assert ledger.read(tmp_path) == Ledger(["model=toy"], [first, job(1), again])
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"", b"\xff\x00", b"[1]", b'{"jobs": []}', b'{"overrides": [5], "jobs": []}',
-        b'{"overrides": [], "jobs": [{"number": "0"}]}',
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("content", [
+    b"", b"\xff\x00", b"[1]", b'{"jobs": []}', b'{"overrides": [5], "jobs": []}',
+    b'{"overrides": [], "jobs": [{"number": "0"}]}',
+])  # fmt: skip
 def test_a_damaged_one_is_told_in_a_line(tmp_path, content):
     (tmp_path / ledger.LEDGER).write_bytes(content)
     with pytest.raises(Damaged, match=r"sweep\.json is damaged: .") as caught:
@@ -56,13 +53,10 @@ def test_a_run_is_in_the_sweep_above_it_but_for_one_that_only_tries_a_micro_batc
     assert ledger.sweep_of(tmp_path / "tries" / "toy") is None
 
 
-@pytest.mark.parametrize(
-    ("content", "is_ledger"),
-    [
-        (b'{"method": "bayes"}', False), (b'{"program": "train.py", "method": "bayes"}', False), (b"[]", False),
-        (b"{", True), (b'{"jobs": [], "overrides": [], "of a later version": 1}', True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "is_ledger"), [
+    (b'{"method": "bayes"}', False), (b'{"program": "train.py", "method": "bayes"}', False), (b"[]", False),
+    (b"{", True), (b'{"jobs": [], "overrides": [], "of a later version": 1}', True),
+])  # fmt: skip
 def test_a_file_of_somebody_elses_makes_no_sweep_and_a_damaged_one_does(tmp_path, content, is_ledger):
     (tmp_path / ledger.LEDGER).write_bytes(content)
     assert ledger.sweep_of(tmp_path / "outputs" / "toy") == (tmp_path if is_ledger else None)

@@ -155,16 +155,13 @@ class TestFrame:
             assert {*ptdbench.load(tmp_path).frame().columns} == {*alone, "config.seed.data"}
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("", "no record.json and no results.jsonl there or below; give the directory of a run"),
-        ("nowhere", "no record.json and no results.jsonl there or below; give the directory of a run"),
-        ("notes.txt", "is not a results.jsonl; give that or a directory"),
-        ("damaged", "no record there or below can be read"),
-        ("damaged/results.jsonl", "no record there or below can be read"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), [
+    ("", "no record.json and no results.jsonl there or below; give the directory of a run"),
+    ("nowhere", "no record.json and no results.jsonl there or below; give the directory of a run"),
+    ("notes.txt", "is not a results.jsonl; give that or a directory"),
+    ("damaged", "no record there or below can be read"),
+    ("damaged/results.jsonl", "no record there or below can be read"),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.* is damaged")
 def test_a_path_without_records(tmp_path, name, said):
     (tmp_path / "notes.txt").touch()

@@ -26,14 +26,11 @@ def opened(directory: Path, launch: str | None) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("environ", "job"),
-    [
-        ({}, None),
-        ({"SLURM_JOB_ID": "123"}, "123"),
-        ({"SLURM_JOB_ID": "125", "SLURM_ARRAY_JOB_ID": "123", "SLURM_ARRAY_TASK_ID": "4"}, "123_4"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "job"), [
+    ({}, None),
+    ({"SLURM_JOB_ID": "123"}, "123"),
+    ({"SLURM_JOB_ID": "125", "SLURM_ARRAY_JOB_ID": "123", "SLURM_ARRAY_TASK_ID": "4"}, "123_4"),
+])  # fmt: skip
 def test_the_owner_is_this_process_and_its_job_as_squeue_writes_it(environ, job):
     this = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
     assert asdict(this_process("one", environ)) == {"launch": "one", **this, "job": job}
@@ -117,16 +114,13 @@ def test_a_job_that_runs_keeps_its_run(tmp_path, monkeypatch, state, held):
         ownership.open_record(tmp_path, draft(tmp_path, "second"))
 
 
-@pytest.mark.parametrize(
-    ("launch", "restarts", "is_over"),
-    [
-        ("slurm-7.0-1", 2, True),
-        ("a1b2", 2, True),  # by the job's script, or mpirun in it
-        ("slurm-7.0-2", 2, False),  # a step of this start of the job on another of its nodes
-        ("slurm-7.0-0", 0, False),
-        ("a1b2", 0, False),
-    ],
-)
+@pytest.mark.parametrize(("launch", "restarts", "is_over"), [
+    ("slurm-7.0-1", 2, True),
+    ("a1b2", 2, True),  # by the job's script, or mpirun in it
+    ("slurm-7.0-2", 2, False),  # a step of this start of the job on another of its nodes
+    ("slurm-7.0-0", 0, False),
+    ("a1b2", 0, False),
+])  # fmt: skip
 def test_a_job_that_begins_again_goes_on_with_its_own_run(tmp_path, monkeypatch, capsys, launch, restarts, is_over):
     monkeypatch.setattr(slurm, "queue", lambda ids: pytest.fail("it runs, of course"))
     monkeypatch.setenv("SLURM_JOB_ID", "7")

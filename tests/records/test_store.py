@@ -102,14 +102,11 @@ def test_of_a_run_that_was_done_again_the_last_line_counts(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("directory", "name"),
-    [
-        ("outputs/fsdp/0_toy/ddp", "0_toy/ddp"),
-        ("moved/from/0_toy", "0_toy"),
-        ("outputs/fsdp/fsdp", "fsdp"),  # hydra.sweep.subdir='${parallel.name}'
-    ],
-)
+@pytest.mark.parametrize(("directory", "name"), [
+    ("outputs/fsdp/0_toy/ddp", "0_toy/ddp"),
+    ("moved/from/0_toy", "0_toy"),
+    ("outputs/fsdp/fsdp", "fsdp"),  # hydra.sweep.subdir='${parallel.name}'
+])  # fmt: skip
 def test_a_run_is_known_by_its_place_below_its_sweep(directory, name):
     assert store.below(Path("/now/fsdp"), directory) == name
 

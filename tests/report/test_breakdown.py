@@ -49,13 +49,10 @@ def test_a_row_a_rank_and_of_many_the_ends():
 CLOSE = taking(DDP, weights=(20, 20), gradients=(20, 20), optimizer=(40, 40), activations=(32.5, 30))
 
 
-@pytest.mark.parametrize(
-    ("one", "said"),
-    [
-        (SMALL, "fsdp -41.0 MiB vs ddp: optimizer -20.0, weights -10.0, gradients -10.0, rest -1.0"),
-        (CLOSE, "fsdp 112 MiB vs ddp 112 MiB: within 1%"),
-    ],
-)
+@pytest.mark.parametrize(("one", "said"), [
+    (SMALL, "fsdp -41.0 MiB vs ddp: optimizer -20.0, weights -10.0, gradients -10.0, rest -1.0"),
+    (CLOSE, "fsdp 112 MiB vs ddp 112 MiB: within 1%"),
+])  # fmt: skip
 def test_a_difference_is_the_sum_of_what_is_named(one, said):
     assert list(breakdown.compare_memory(one, LARGE, "fsdp", "ddp")) == [f"memory: {said}"]
 

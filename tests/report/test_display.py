@@ -132,13 +132,10 @@ class TestLines:
             *(f"gpt_tiny ddp: first step, {span} so far" for span in ("10 s", "30 s", "60 s", "2 min", "3 min")),
         ]
 
-    @pytest.mark.parametrize(
-        ("steps", "late", "said"),
-        [
-            ({1: 52.0, 5: 56.0}, 66.0, "step 6: 10 s, before 1 s each"),
-            ({1: 100.0, 2: 140.0}, 220.0, "step 3: 80 s, before 40 s each"),  # slow ones are no news
-        ],
-    )
+    @pytest.mark.parametrize(("steps", "late", "said"), [
+        ({1: 52.0, 5: 56.0}, 66.0, "step 6: 10 s, before 1 s each"),
+        ({1: 100.0, 2: 140.0}, 220.0, "step 3: 80 s, before 40 s each"),  # slow ones are no news
+    ])  # fmt: skip
     def test_a_step_that_is_twice_as_slow_and_ten_seconds(self, stream, wall, steps, late, said):
         display = begun(stream, wall)
         for done, now in steps.items():
@@ -206,16 +203,13 @@ class TestLiveLine:
         display.phase("building")
         assert display.line(80, 57.5) == ("[2] gpt_tiny ddp · building… 0:07", "")
 
-    @pytest.mark.parametrize(
-        ("width", "right"),
-        [
-            (140, "4,096 tokens/s  loss 2.5000  held-out 97.2 %  0:45 left  (sweep 1:00)"),
-            (93, "4,096 tokens/s  loss 2.5000  0:45 left  (sweep 1:00)"),
-            (80, "4,096 tokens/s  0:45 left  (sweep 1:00)"),
-            (66, "4,096 tokens/s  0:45 left"),
-            (58, "0:45 left"),
-        ],
-    )
+    @pytest.mark.parametrize(("width", "right"), [
+        (140, "4,096 tokens/s  loss 2.5000  held-out 97.2 %  0:45 left  (sweep 1:00)"),
+        (93, "4,096 tokens/s  loss 2.5000  0:45 left  (sweep 1:00)"),
+        (80, "4,096 tokens/s  0:45 left  (sweep 1:00)"),
+        (66, "4,096 tokens/s  0:45 left"),
+        (58, "0:45 left"),
+    ])  # fmt: skip
     def test_what_matters_least_makes_room(self, terminal, wall, width, right):
         display = begun(terminal, wall, Heading("gpt_tiny ddp", 2, 8, 15.0))
         display.step(1, 60.0)

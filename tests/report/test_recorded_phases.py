@@ -34,56 +34,47 @@ def without(phases=None, **changes):
     return run(phases=phases, workload="train", **changes)
 
 
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        (DDP, None),
-        (without({"steps": 0, "reason": "the profiler failed: no room"}), "no phases: the profiler failed: no room"),
-        (without(config={"profile": {"steps": 0}}), "no phases: profile.steps=0; run it again with profile.steps=5"),
-        (without(config={"profile": {"steps": 5}}),
-         "no phases: the 5 profiled steps after the timed ones failed or were interrupted; run it again"),
-        (without(), "no phases: written by an earlier version; run it again"),
-        (without(environment={"ptdbench": "1.2"}), "no phases: written by an earlier version (1.2); run it again"),
-        (failed("pdp", "no room", "oom"),
-         "no phases: the run did not finish (oom), and they are taken after the last step"),
-        (failed("ddp", "still running") | {"error": {"type": "Unfinished", "message": "still running"}},
-         "no phases: the run has not ended"),
-        (run(model=None, workload="hello"),
-         "workload=hello does not train, so it has no phases; give a run of workload=train"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("record", "reason"), [
+    (DDP, None),
+    (without({"steps": 0, "reason": "the profiler failed: no room"}), "no phases: the profiler failed: no room"),
+    (without(config={"profile": {"steps": 0}}), "no phases: profile.steps=0; run it again with profile.steps=5"),
+    (without(config={"profile": {"steps": 5}}),
+     "no phases: the 5 profiled steps after the timed ones failed or were interrupted; run it again"),
+    (without(), "no phases: written by an earlier version; run it again"),
+    (without(environment={"ptdbench": "1.2"}), "no phases: written by an earlier version (1.2); run it again"),
+    (failed("pdp", "no room", "oom"),
+     "no phases: the run did not finish (oom), and they are taken after the last step"),
+    (failed("ddp", "still running") | {"error": {"type": "Unfinished", "message": "still running"}},
+     "no phases: the run has not ended"),
+    (run(model=None, workload="hello"),
+     "workload=hello does not train, so it has no phases; give a run of workload=train"),
+])  # fmt: skip
 def test_a_record_without_phases_says_why(record, reason):
     assert missing(record) == reason
 
 
-@pytest.mark.parametrize(
-    ("changes", "wrong"),
-    [
-        ({"step_seconds": None}, "step_seconds must be above 0"),
-        ({"ranks": {"forward": [1.0]}}, "ranks.backward is missing"),
-        ({"ranks": {"forward": [], "backward": []}}, "ranks.forward is missing"),
-        ({"ranks": {"forward": [1.0], "backward": [1.0, 2.0]}}, "lists for 1 and 2 ranks"),
-        ({"waited_for": [0.0]}, "lists for 1 and 2 ranks"),
-        ({"stages": [[0]]}, "lists for 1 and 2 ranks"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "wrong"), [
+    ({"step_seconds": None}, "step_seconds must be above 0"),
+    ({"ranks": {"forward": [1.0]}}, "ranks.backward is missing"),
+    ({"ranks": {"forward": [], "backward": []}}, "ranks.forward is missing"),
+    ({"ranks": {"forward": [1.0], "backward": [1.0, 2.0]}}, "lists for 1 and 2 ranks"),
+    ({"waited_for": [0.0]}, "lists for 1 and 2 ranks"),
+    ({"stages": [[0]]}, "lists for 1 and 2 ranks"),
+])  # fmt: skip
 def test_phases_that_do_not_belong_together_are_damaged(changes, wrong):
     record = DDP | {"phases": DDP["phases"] | changes}
     assert missing(record) == f"its phases are damaged: {wrong}; run it again"
 
 
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [
-        ({"parallel": "tp", "world_size": 8}, None),
-        ({"model": "toy"}, "model=gpt_tiny and model=toy"),
-        ({"parameters": 7}, "1234567 parameters and 7 parameters"),
-        ({"tokens_per_sample": 64}, "None tokens a sample and 64 tokens a sample"),
-        ({"global_batch": 32}, "train.global_batch=16 and train.global_batch=32"),
-        ({"precision": "bf16"}, "precision=fp32 and precision=bf16"),
-        ({"kernels": "torch"}, "kernels=fused and kernels=torch"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "difference"), [
+    ({"parallel": "tp", "world_size": 8}, None),
+    ({"model": "toy"}, "model=gpt_tiny and model=toy"),
+    ({"parameters": 7}, "1234567 parameters and 7 parameters"),
+    ({"tokens_per_sample": 64}, "None tokens a sample and 64 tokens a sample"),
+    ({"global_batch": 32}, "train.global_batch=16 and train.global_batch=32"),
+    ({"precision": "bf16"}, "precision=fp32 and precision=bf16"),
+    ({"kernels": "torch"}, "kernels=fused and kernels=torch"),
+])  # fmt: skip
 def test_runs_of_other_work_are_not_compared(changes, difference):
     assert work_difference(DDP, DDP | changes) == difference
 

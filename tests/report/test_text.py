@@ -16,16 +16,13 @@ COLUMNS = (
 ROWS = [("1", "two words", "12.5", "fine"), ("10", "word", "7", "")]
 
 
-@pytest.mark.parametrize(
-    ("width", "left_out", "drawn"),
-    [
-        (None, [], ["1  two words   12.5  fine", "10  word           7"]),
-        (24, [], ["1  two       12.5  fine", "words", "10  word         7"]),
-        (20, ["note"], ["1  two words   12.5", "10  word           7"]),
-        (14, ["rate", "note"], ["1  two words", "10  word"]),
-        (9, ["rate", "note"], ["1  two", "words", "10  word"]),
-    ],
-)
+@pytest.mark.parametrize(("width", "left_out", "drawn"), [
+    (None, [], ["1  two words   12.5  fine", "10  word           7"]),
+    (24, [], ["1  two       12.5  fine", "words", "10  word         7"]),
+    (20, ["note"], ["1  two words   12.5", "10  word           7"]),
+    (14, ["rate", "note"], ["1  two words", "10  word"]),
+    (9, ["rate", "note"], ["1  two", "words", "10  word"]),
+])  # fmt: skip
 def test_words_fold_before_columns_are_left_out_in_their_order(width, left_out, drawn):
     lines, gone = table(COLUMNS, ROWS, width)
     assert gone == left_out

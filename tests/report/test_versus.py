@@ -133,14 +133,11 @@ class TestStatus:
         assert (found.pairs[0].verdict, status(found, threshold)) == ("faster", 0)
 
     @pytest.mark.parametrize("threshold", [None, 0.1])
-    @pytest.mark.parametrize(
-        ("ended", "word"),
-        [
-            ({"status": "preempted", "error": {"type": "Stopped", "message": "stopped by SIGTERM"}}, "preempted"),
-            ({"status": "failed", "error": {"type": "Unfinished", "message": "still running"}}, "unfinished"),
-            ({"status": "failed", "error": {"type": "CANCELLED", "message": "SLURM ended job 7"}}, "cancelled"),
-        ],
-    )
+    @pytest.mark.parametrize(("ended", "word"), [
+        ({"status": "preempted", "error": {"type": "Stopped", "message": "stopped by SIGTERM"}}, "preempted"),
+        ({"status": "failed", "error": {"type": "Unfinished", "message": "still running"}}, "unfinished"),
+        ({"status": "failed", "error": {"type": "CANCELLED", "message": "SLURM ended job 7"}}, "cancelled"),
+    ])  # fmt: skip
     def test_interrupted_runs_are_left_out_and_named(self, threshold, ended, word):
         gone = [run("ddp", metrics=None, directory=f"outputs/after/{n}", **ended) for n in (7, 8)]
         found = match(before(), [*after(), *gone])
@@ -160,15 +157,12 @@ class TestStatus:
         assert (verdicts, status(found, 0.03)) == ({"ddp": "fails", "fsdp": "no difference seen"}, 1)
 
     @pytest.mark.parametrize("threshold", [None, 0.03])
-    @pytest.mark.parametrize(
-        ("was", "now", "verdict", "gate"),
-        [
-            (before(), after("ddp", 0.1, STEADY[:2]), "not enough data", 3),
-            (before(), [failed("ddp", "broken")], "fails", 1),
-            ([failed("ddp", "broken")], after(), "runs again", 0),
-            ([failed("ddp", "broken")], [failed("ddp", "broken")], "not enough data", 3),
-        ],
-    )
+    @pytest.mark.parametrize(("was", "now", "verdict", "gate"), [
+        (before(), after("ddp", 0.1, STEADY[:2]), "not enough data", 3),
+        (before(), [failed("ddp", "broken")], "fails", 1),
+        ([failed("ddp", "broken")], after(), "runs again", 0),
+        ([failed("ddp", "broken")], [failed("ddp", "broken")], "not enough data", 3),
+    ])  # fmt: skip
     def test_too_few_runs_and_failures(self, threshold, was, now, verdict, gate):
         found = match(was, now)
         assert (found.pairs[0].verdict, status(found, threshold)) == (verdict, gate)
@@ -207,14 +201,11 @@ class TestLosses:
         sides = with_losses(before(), 2.6, 2.65), with_losses(after(), 2.64, 2.7)
         assert self.judged(*sides)[0] is None
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"steps": 59},  # by train.max_minutes
-            {"final_loss": None},
-            {"environment": {"python": "3.13"}},  # whose library the text is
-        ],
-    )
+    @pytest.mark.parametrize("changes", [
+        {"steps": 59},  # by train.max_minutes
+        {"final_loss": None},
+        {"environment": {"python": "3.13"}},  # whose library the text is
+    ])  # fmt: skip
     def test_other_data_or_steps_say_nothing(self, changes):
         one, other = (
             with_option(with_losses(side, loss), data={"name": "text", "path": None})

@@ -40,17 +40,14 @@ class TestTwoRuns:
         assert compare(slow, fast, "a", "b") == "a +100 ms vs b: other +76, forward +24"
         assert compare(FSDP | {"metrics": None}, DDP | {"metrics": None}, "a", "b").startswith("a +44 ms vs b: ")
 
-    @pytest.mark.parametrize(
-        ("step", "intervals", "text"),
-        [
-            (76, [None, None], "a 76.0 ms vs b 76.0 ms: within 2%"),
-            (77.5, [None, None], "a 77.5 ms vs b 76.0 ms: within 2%"),  # of the longer step
-            (77.7, [None, None], None),
-            (83, [[0.073, 0.079], [0.075, 0.091]], "a 83.0 ms vs b 76.0 ms: medians within ±8.54 ms (95%)"),
-            (83, [[0.073, 0.079], None], None),
-            (83, [[0.075, 0.077], [0.082, 0.084]], None),
-        ],
-    )
+    @pytest.mark.parametrize(("step", "intervals", "text"), [
+        (76, [None, None], "a 76.0 ms vs b 76.0 ms: within 2%"),
+        (77.5, [None, None], "a 77.5 ms vs b 76.0 ms: within 2%"),  # of the longer step
+        (77.7, [None, None], None),
+        (83, [[0.073, 0.079], [0.075, 0.091]], "a 83.0 ms vs b 76.0 ms: medians within ±8.54 ms (95%)"),
+        (83, [[0.073, 0.079], None], None),
+        (83, [[0.075, 0.077], [0.082, 0.084]], None),
+    ])  # fmt: skip
     def test_a_difference_within_the_noise_is_not_explained(self, step, intervals, text):
         pair = [
             phased("ddp", each, {"forward": [each, each], "backward": [0, 0]})
@@ -126,29 +123,23 @@ class TestRanks:
             "rank 1 (stage 1) is the straggler (30.0 ms per step)",
         ]
 
-    @pytest.mark.parametrize(
-        ("stages", "parts", "uneven"),
-        [
-            ([[0], [1]], [["embedding"], ["norm", "head"]],
-             "+9% on rank 1 (stage 1) with norm and head, -9% on rank 0 (stage 0) with embedding"),
-            ([[0, 3], [1, 2]], [["embedding"], [], [], ["head"]],
-             "+9% on rank 1 (stages 1, 2), -9% on rank 0 (stages 0, 3) with embedding and head"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("stages", "parts", "uneven"), [
+        ([[0], [1]], [["embedding"], ["norm", "head"]],
+         "+9% on rank 1 (stage 1) with norm and head, -9% on rank 0 (stage 0) with embedding"),
+        ([[0, 3], [1, 2]], [["embedding"], [], [], ["head"]],
+         "+9% on rank 1 (stages 1, 2), -9% on rank 0 (stages 0, 3) with embedding and head"),
+    ])  # fmt: skip
     def test_what_uneven_stages_hold_is_told(self, stages, parts, uneven):
         record = PDP | {"phases": PDP["phases"] | {"waited_for": [], "stages": stages, "stage_parts": parts}}
         *_, told = remarks(record, "pdp")
         assert told == f"pdp: forward + backward {uneven}"
 
-    @pytest.mark.parametrize(
-        ("most", "told"),
-        [
-            ([1, 1, 1], "rank 1 is the straggler in 3 of 3 steps (30.0 ms per step)"),
-            ([1, None, 1], "rank 1 is the straggler in 2 of 3 steps (30.0 ms per step)"),
-            ([0, 1], "rank 1 is the straggler in 1 of 2 steps (30.0 ms per step)"),
-            ([1], "rank 1 is the straggler (30.0 ms per step)"),
-        ],
-    )
+    @pytest.mark.parametrize(("most", "told"), [
+        ([1, 1, 1], "rank 1 is the straggler in 3 of 3 steps (30.0 ms per step)"),
+        ([1, None, 1], "rank 1 is the straggler in 2 of 3 steps (30.0 ms per step)"),
+        ([0, 1], "rank 1 is the straggler in 1 of 2 steps (30.0 ms per step)"),
+        ([1], "rank 1 is the straggler (30.0 ms per step)"),
+    ])  # fmt: skip
     def test_whether_it_is_always_the_same_rank(self, most, told):
         ranks = {"forward": [30] * 2, "backward": [60] * 2, "stragglers": [30] * 2}
         record = phased("ddp", 120, ranks, waited_for=[0.01, 0.03], waited_for_most=most)

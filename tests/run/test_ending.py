@@ -142,14 +142,11 @@ def test_the_warning_ahead_of_a_time_limit_is_told_as_what_it_is():
     assert record.stopped(in_job, "SIGTERM after step 1")["status"] == "preempted"
 
 
-@pytest.mark.parametrize(
-    ("most", "stopped", "says"),
-    [
-        (10, "SIGUSR2", "saved and requeued (1 of 10)"),
-        (0, "SIGUSR2", "SIGUSR2 after step 1; not requeued: cluster.max_requeues=0 is reached"),
-        (10, "SIGTERM", OPEN["error"]["message"]),  # of scancel
-    ],
-)
+@pytest.mark.parametrize(("most", "stopped", "says"), [
+    (10, "SIGUSR2", "saved and requeued (1 of 10)"),
+    (0, "SIGUSR2", "SIGUSR2 after step 1; not requeued: cluster.max_requeues=0 is reached"),
+    (10, "SIGTERM", OPEN["error"]["message"]),  # of scancel
+])  # fmt: skip
 def test_job_is_requeued_ahead_of_its_time_limit_as_often_as_allowed(directory, monkeypatch, most, stopped, says):
     """In a container its script is asked to do so."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")

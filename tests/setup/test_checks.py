@@ -42,16 +42,13 @@ def test_what_does_not_fit_is_refused(host):
     summarize(*SMALL, "parallel=fsdp")
 
 
-@pytest.mark.parametrize(
-    ("total", "available", "overrides", "told"),
-    [
-        (4, 1.2, ["parallel=single"], "; try parallel=fsdp on at least 3 such machines"),
-        # The first stage has the embedding, the last one the head: shared, twice.
-        (2, 2, ["parallel=pdp"], "take up to 1.4 GiB a rank, 2.4 GiB on 2 ranks"),
-        (4, 0.1, [], "0.0 GiB for it (0.1 GiB available, and memory_reserve=0.1 keeps 0.4 GiB); close other programs"),
-        (4, 4, ["memory_reserve=0.5"], "2.0 GiB for it (4.0 GiB available, and memory_reserve=0.5 keeps 2.0 GiB)"),
-    ],
-)
+@pytest.mark.parametrize(("total", "available", "overrides", "told"), [
+    (4, 1.2, ["parallel=single"], "; try parallel=fsdp on at least 3 such machines"),
+    # The first stage has the embedding, the last one the head: shared, twice.
+    (2, 2, ["parallel=pdp"], "take up to 1.4 GiB a rank, 2.4 GiB on 2 ranks"),
+    (4, 0.1, [], "0.0 GiB for it (0.1 GiB available, and memory_reserve=0.1 keeps 0.4 GiB); close other programs"),
+    (4, 4, ["memory_reserve=0.5"], "2.0 GiB for it (4.0 GiB available, and memory_reserve=0.5 keeps 2.0 GiB)"),
+])  # fmt: skip
 def test_other_layouts_and_machines(host, total, available, overrides, told):
     host(total, available)
     assert told in refused(*SMALL, *overrides)
@@ -151,21 +148,18 @@ def fit(monkeypatch):
 V100, A100 = ("Tesla V100-SXM2-32GB", 7, 0), ("NVIDIA A100-SXM4-80GB", 8, 0)
 
 
-@pytest.mark.parametrize(
-    ("precision", "gpu", "told"),
-    [
-        ("tf32", None, "TF32 is a format of GPUs; try fp32, bf16"),
-        ("fp8", None, "FP8 is a format of GPUs; try fp32, bf16"),
-        *((precision, None, None) for precision in ("fp32", "bf16", "fp16", "nonsense")),  # refused elsewhere
-        ("bf16", V100, f"{V100[0]} (compute capability 7.0) has no BF16 units, and torch emulates it slowly; try fp16"),
-        ("tf32", V100, f"{V100[0]} (compute capability 7.0) has no TF32 units; try fp32, fp16"),
-        *((precision, V100, None) for precision in ("fp32", "fp16")),
-        *((precision, A100, None) for precision in ("fp32", "tf32", "bf16", "fp16")),
-        ("fp8", A100, f"{A100[0]} (compute capability 8.0) has no FP8 units; try fp16, bf16"),
-        ("fp8", ("NVIDIA L4", 8, 9), None),
-        ("fp8", ("NVIDIA H200", 9, 0), None),
-    ],
-)
+@pytest.mark.parametrize(("precision", "gpu", "told"), [
+    ("tf32", None, "TF32 is a format of GPUs; try fp32, bf16"),
+    ("fp8", None, "FP8 is a format of GPUs; try fp32, bf16"),
+    *((precision, None, None) for precision in ("fp32", "bf16", "fp16", "nonsense")),  # refused elsewhere
+    ("bf16", V100, f"{V100[0]} (compute capability 7.0) has no BF16 units, and torch emulates it slowly; try fp16"),
+    ("tf32", V100, f"{V100[0]} (compute capability 7.0) has no TF32 units; try fp32, fp16"),
+    *((precision, V100, None) for precision in ("fp32", "fp16")),
+    *((precision, A100, None) for precision in ("fp32", "tf32", "bf16", "fp16")),
+    ("fp8", A100, f"{A100[0]} (compute capability 8.0) has no FP8 units; try fp16, bf16"),
+    ("fp8", ("NVIDIA L4", 8, 9), None),
+    ("fp8", ("NVIDIA H200", 9, 0), None),
+])  # fmt: skip
 def test_a_format_is_one_of_the_device(fit, precision, gpu, told):
     assert (fit(precision, "cuda", *gpu) if gpu else fit(precision, "cpu")) == told
 
@@ -183,14 +177,11 @@ def test_fp8_needs_torchao(fit, monkeypatch):
     assert fit("fp8") == "needs the package torchao, which is not installed; try pip install 'ptdbench[fp8]', or bf16"
 
 
-@pytest.mark.parametrize(
-    ("precision", "architecture", "told"),
-    [
-        ("bf16", "gfx90a:sramecc+:xnack-", None),
-        ("fp8", "gfx90a:sramecc+:xnack-", "AMD Instinct has no FP8 units; try bf16"),
-        ("fp8", "gfx942:sramecc+:xnack-", None),
-    ],
-)
+@pytest.mark.parametrize(("precision", "architecture", "told"), [
+    ("bf16", "gfx90a:sramecc+:xnack-", None),
+    ("fp8", "gfx90a:sramecc+:xnack-", "AMD Instinct has no FP8 units; try bf16"),
+    ("fp8", "gfx942:sramecc+:xnack-", None),
+])  # fmt: skip
 def test_amd_goes_by_the_architecture_as_capabilities_are_other_numbers(
     fit, monkeypatch, precision, architecture, told
 ):

@@ -39,21 +39,18 @@ def required(name, width): ...
 TAKEN = "is ptdbench's name for the choice, and is not passed on; wrap the callable in a function with another"
 
 
-@pytest.mark.parametrize(
-    ("target", "options", "told"),
-    [
-        (optional, {"name": "optional"}, []),  # as model=custom is called
-        (optional, {"name": "mine"}, [f"model.name=mine: {TAKEN} argument name"]),
-        (optional, {"name": "optional", "label": 3}, [f"model.label=3: {TAKEN} argument name"]),
-        (required, {"name": "required", "width": 3}, [f"model.name=required: {TAKEN} argument name"]),
-        (dict, {"name": "mine", "label": 3}, []),
-        # What Hydra has of its own.
-        (optional, {"name": "optional", "_args_": [3], "_convert_": "none", "_recursive_": False}, []),
-        (required, {"name": "mine", "_args_": ["mine"], "width": 3}, []),
-        (required, {"name": "mine", "_args_": ["mine"]}, ["model.width=(not set): must be given"]),
-        (nn.Sequential, {"name": "mine", "_args_": [{"_target_": "torch.nn.Flatten"}]}, []),
-    ],
-)
+@pytest.mark.parametrize(("target", "options", "told"), [
+    (optional, {"name": "optional"}, []),  # as model=custom is called
+    (optional, {"name": "mine"}, [f"model.name=mine: {TAKEN} argument name"]),
+    (optional, {"name": "optional", "label": 3}, [f"model.label=3: {TAKEN} argument name"]),
+    (required, {"name": "required", "width": 3}, [f"model.name=required: {TAKEN} argument name"]),
+    (dict, {"name": "mine", "label": 3}, []),
+    # What Hydra has of its own.
+    (optional, {"name": "optional", "_args_": [3], "_convert_": "none", "_recursive_": False}, []),
+    (required, {"name": "mine", "_args_": ["mine"], "width": 3}, []),
+    (required, {"name": "mine", "_args_": ["mine"]}, ["model.width=(not set): must be given"]),
+    (nn.Sequential, {"name": "mine", "_args_": [{"_target_": "torch.nn.Flatten"}]}, []),
+])  # fmt: skip
 def test_what_is_beside_the_options_is_held_back(target, options, told):
     call = config.Config({"model": {"_target_": f"{target.__module__}.{target.__name__}", **options}}).call("model")
     if not told:
@@ -69,18 +66,15 @@ def test_arguments_without_names_and_conversion_are_those_that_are_given():
     assert (made, type(made["a"])) == ({"a": [1], "b": 2}, list)
 
 
-@pytest.mark.parametrize(
-    ("target", "rule"),
-    [
-        ("gone.away.X", "cannot be imported: No module named 'gone'; it is searched for in the current directory"),
-        ("gone", "cannot be imported: No module named 'gone'; it is searched for"),
-        ("torch.nn.Linearr", r"cannot be imported: No module named 'torch\.nn\.Linearr'; it is searched for"),
-        ("broken_package.Net", "cannot be imported: no license; it is searched for"),
-        ("math.pi", "must be a class or a function"),
-        ("os", "must be a class or a function"),
-        ("", "cannot be imported: Empty path"),
-    ],
-)
+@pytest.mark.parametrize(("target", "rule"), [
+    ("gone.away.X", "cannot be imported: No module named 'gone'; it is searched for in the current directory"),
+    ("gone", "cannot be imported: No module named 'gone'; it is searched for"),
+    ("torch.nn.Linearr", r"cannot be imported: No module named 'torch\.nn\.Linearr'; it is searched for"),
+    ("broken_package.Net", "cannot be imported: no license; it is searched for"),
+    ("math.pi", "must be a class or a function"),
+    ("os", "must be a class or a function"),
+    ("", "cannot be imported: Empty path"),
+])  # fmt: skip
 def test_what_is_not_there(target, rule, tmp_path, monkeypatch):
     (tmp_path / "broken_package.py").write_text("raise OSError('no license')")
     monkeypatch.syspath_prepend(tmp_path)

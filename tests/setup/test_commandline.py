@@ -8,21 +8,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from ptdbench.setup import commandline
 
 
-@pytest.mark.parametrize(
-    ("typed", "added"),
-    [
-        (["hydra/launcher=submitit_slurm", "parallel=ddp"], ["cluster=slurm"]),
-        (["hydra/launcher=submitit_slurm", "cluster=site_gpu"], []),
-        (["hydra/launcher=submitit_local"], ["hydra.mode=MULTIRUN"]),
-        (["repeat.runs=5"], ["hydra.mode=MULTIRUN"]),
-        (["repeat.runs=1"], []),
-        (["repeat.runs=auto"], ["hydra.mode=MULTIRUN", "train.steps=20"]),
-        (["repeat.runs=auto", "train.steps=60"], ["hydra.mode=MULTIRUN"]),
-        (["repeat.runs=auto", "experiment=digits_resnet18"], ["hydra.mode=MULTIRUN"]),
-        (["repeat.runs=auto", "sweep.resume=outputs/sweep"], ["hydra.mode=MULTIRUN"]),
-        (["parallel=ddp"], []),
-    ],
-)
+@pytest.mark.parametrize(("typed", "added"), [
+    (["hydra/launcher=submitit_slurm", "parallel=ddp"], ["cluster=slurm"]),
+    (["hydra/launcher=submitit_slurm", "cluster=site_gpu"], []),
+    (["hydra/launcher=submitit_local"], ["hydra.mode=MULTIRUN"]),
+    (["repeat.runs=5"], ["hydra.mode=MULTIRUN"]),
+    (["repeat.runs=1"], []),
+    (["repeat.runs=auto"], ["hydra.mode=MULTIRUN", "train.steps=20"]),
+    (["repeat.runs=auto", "train.steps=60"], ["hydra.mode=MULTIRUN"]),
+    (["repeat.runs=auto", "experiment=digits_resnet18"], ["hydra.mode=MULTIRUN"]),
+    (["repeat.runs=auto", "sweep.resume=outputs/sweep"], ["hydra.mode=MULTIRUN"]),
+    (["parallel=ddp"], []),
+])  # fmt: skip
 def test_what_a_launcher_means_by_itself(typed, added):
     assert commandline.with_implied(line(typed)) == [*typed, *added]
 
@@ -43,13 +40,10 @@ def test_another_file_chooses_its_cluster(flag):
     assert commandline.with_implied(line(typed, **{flag: "mine"})) == typed
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("profile=true", "profile.trace=true"), ("profile=false", "profile.steps=0"), ("repeat=1", "repeat.runs=1"),
-        ("repeat.max=5", "repeat.max=5"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("typed", "meant"), [
+    ("profile=true", "profile.trace=true"), ("profile=false", "profile.steps=0"), ("repeat=1", "repeat.runs=1"),
+    ("repeat.max=5", "repeat.max=5"),
+])  # fmt: skip
 def test_a_group_alone_is_short_for_its_options(typed, meant):
     words = ["parallel=fsdp", typed, "profile.steps=3"]
     assert commandline.with_implied(line(words)) == ["parallel=fsdp", meant, "profile.steps=3"]

@@ -72,26 +72,23 @@ class TestJobs:
 
 
 class TestMisspellings:
-    @pytest.mark.parametrize(
-        ("override", "meant"),
-        [
-            ("optimizer.fusd=true", "optimizer.fused"),
-            ("Precision=bf16", "precision"),
-            ("train.lr=1e-4", "optimizer.lr"),
-            ("steps=3", "train.steps"),
-            ("n_layers=3", "model.layers"),
-            ("batch_size=8", "train.global_batch"),
-            ("batch=8", "train.global_batch"),
-            ("optimiser.lr=1", "optimizer.lr"),
-            ("checkpointing=full", "checkpoint.keep"),
-            ("model=custom model._target_=zoo.Base train.step=10", "train.steps"),
-            ("model=toy model.name=x train.step=10", "train.steps"),
-            ("model=custom model.depth=6", "+model.depth=6"),
-            ("model._target_=zoo.Base model.depth=6 model=custom", "+model.depth=6"),
-            ("model=toy model._target_=zoo.Base model.kernel=6", "+model.kernel=6"),
-            ("model=toy model._target_=zoo.Base model.widt=6", "model.width, +model.widt=6"),
-        ],
-    )
+    @pytest.mark.parametrize(("override", "meant"), [
+        ("optimizer.fusd=true", "optimizer.fused"),
+        ("Precision=bf16", "precision"),
+        ("train.lr=1e-4", "optimizer.lr"),
+        ("steps=3", "train.steps"),
+        ("n_layers=3", "model.layers"),
+        ("batch_size=8", "train.global_batch"),
+        ("batch=8", "train.global_batch"),
+        ("optimiser.lr=1", "optimizer.lr"),
+        ("checkpointing=full", "checkpoint.keep"),
+        ("model=custom model._target_=zoo.Base train.step=10", "train.steps"),
+        ("model=toy model.name=x train.step=10", "train.steps"),
+        ("model=custom model.depth=6", "+model.depth=6"),
+        ("model._target_=zoo.Base model.depth=6 model=custom", "+model.depth=6"),
+        ("model=toy model._target_=zoo.Base model.kernel=6", "+model.kernel=6"),
+        ("model=toy model._target_=zoo.Base model.widt=6", "model.width, +model.widt=6"),
+    ])  # fmt: skip
     def test_an_option(self, override, meant):
         (line,) = refused(*override.split())
         wrong = next(word for word in override.split()[::-1] if word != "model=custom")
@@ -203,21 +200,18 @@ class TestFolderOfOnesOwn:
         assert found.overrides == [["model=to_mine"], ["model=toy"]]
         assert found.configs[0].resolved["model"]["3"] == "x"
 
-    @pytest.mark.parametrize(
-        ("text", "told"),
-        [
-            ("name: x\n  a: [1\n", 'mapping values are not allowed here in "{path}", line 2, column 4'),
-            (f"{TOY}name: y\n", 'while constructing a mapping in "{path}"'),
-            (f"{TOY}x: \x00\n", "unacceptable character #x0000"),
-            (f"defaults:\n  - mine\n  - _self_\n{TOY}", "RecursionError"),
-            (f"{TOY}x: &x [*x]\n", "RecursionError"),
-            ("42\n", "OSError: Invalid loaded object type: int"),
-            (f"defaults: 3\n{TOY}", "defaults must be a list (got int)"),
-            (f"# @package a b c\n{TOY}", "Too many components in '@package a b c'"),
-            (f"{TOY}x: ${{model\n", "no viable alternative at input '${model'"),
-            (TOY.encode("utf-16"), "'utf-8' codec can't decode"),
-        ],
-    )
+    @pytest.mark.parametrize(("text", "told"), [
+        ("name: x\n  a: [1\n", 'mapping values are not allowed here in "{path}", line 2, column 4'),
+        (f"{TOY}name: y\n", 'while constructing a mapping in "{path}"'),
+        (f"{TOY}x: \x00\n", "unacceptable character #x0000"),
+        (f"defaults:\n  - mine\n  - _self_\n{TOY}", "RecursionError"),
+        (f"{TOY}x: &x [*x]\n", "RecursionError"),
+        ("42\n", "OSError: Invalid loaded object type: int"),
+        (f"defaults: 3\n{TOY}", "defaults must be a list (got int)"),
+        (f"# @package a b c\n{TOY}", "Too many components in '@package a b c'"),
+        (f"{TOY}x: ${{model\n", "no viable alternative at input '${model'"),
+        (TOY.encode("utf-16"), "'utf-8' codec can't decode"),
+    ])  # fmt: skip
     def test_a_file_that_is_no_configuration(self, tmp_path, text, told):
         (tmp_path / "model").mkdir()
         path = tmp_path / "model" / "mine.yaml"
@@ -302,21 +296,18 @@ class TestExperiments:
         assert runs("experiment=plain,e2") == [["model=toy", "experiment=plain"], *e2]
         assert len(runs("experiment=e1,e2", "optimizer.lr=0.5")) == 2
 
-    @pytest.mark.parametrize(
-        ("words", "told"),
-        [
-            ("experiment=e1,on_slurm", "cluster=local,slurm: a sweep has one"),
-            ("experiment=on_slurm,e1", "cluster=slurm,local: a sweep has one"),
-            ("experiment=e1,in_processes", "hydra/launcher=basic,submitit_local: a sweep has one"),
-            ("experiment=e1,searching", "hydra/sweeper=basic,optuna: a sweep has one"),
-            ("experiment=plain,two_at_once", "hydra.sweeper.max_batch_size=null,2: a sweep has one"),
-            ("experiment=elsewhere,e1", "hydra.sweep.dir=there,outputs/"),
-            ("repeat=3,5 repeat.seed=0,1", "repeat.runs=3,5: a sweep has one"),
-            ("cluster=slurm cluster.submit=wait,detach", "cluster.submit=wait,detach: a sweep has one"),
-            ("hydra/sweeper=optuna experiment=e1,e2,plain", "hydra.sweeper.params.optimizer.lr=null,0.1,0.2,0.01,"),
-            ("hydra/sweeper=optuna objective=throughput,held_out_loss", "objective=throughput,held_out_loss: a sweep"),
-        ],
-    )
+    @pytest.mark.parametrize(("words", "told"), [
+        ("experiment=e1,on_slurm", "cluster=local,slurm: a sweep has one"),
+        ("experiment=on_slurm,e1", "cluster=slurm,local: a sweep has one"),
+        ("experiment=e1,in_processes", "hydra/launcher=basic,submitit_local: a sweep has one"),
+        ("experiment=e1,searching", "hydra/sweeper=basic,optuna: a sweep has one"),
+        ("experiment=plain,two_at_once", "hydra.sweeper.max_batch_size=null,2: a sweep has one"),
+        ("experiment=elsewhere,e1", "hydra.sweep.dir=there,outputs/"),
+        ("repeat=3,5 repeat.seed=0,1", "repeat.runs=3,5: a sweep has one"),
+        ("cluster=slurm cluster.submit=wait,detach", "cluster.submit=wait,detach: a sweep has one"),
+        ("hydra/sweeper=optuna experiment=e1,e2,plain", "hydra.sweeper.params.optimizer.lr=null,0.1,0.2,0.01,"),
+        ("hydra/sweeper=optuna objective=throughput,held_out_loss", "objective=throughput,held_out_loss: a sweep"),
+    ])  # fmt: skip
     def test_a_sweep_has_one_of_what_is_not_of_its_runs(self, runs, words, told):
         assert refusal_of(runs, *words.split()) == Abridged(f"{told}…; start one sweep for each")
 

@@ -30,67 +30,58 @@ def test_the_defaults_are_typed():
     assert set(call.options) == {field.name for field in fields(Strategy)}  # conf/ shows every option
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ("7", """7: must be a name; try "model.name='7'\""""),
-        ("true", """true: must be a name; try "model.name='true'\""""),
-        ("null", "null: must be a name"),
-        ("''", ": must be a name"),
-        ("[a]", "[a]: must be a name"),
-    ],
-)
+@pytest.mark.parametrize(("value", "said"), [
+    ("7", """7: must be a name; try "model.name='7'\""""),
+    ("true", """true: must be a name; try "model.name='true'\""""),
+    ("null", "null: must be a name"),
+    ("''", ": must be a name"),
+    ("[a]", "[a]: must be a name"),
+])  # fmt: skip
 def test_a_name_is_a_text(value, said):
     assert problems_of("model", f"model.name={value}") == [f"model.name={said}"]
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "precision=fp4: must be fp32, tf32, bf16, fp16, fp8 or fp8_tensorwise",
-        "compile=yes: must be false, layers, blocks, whole or autotune",
-        "seed=-1: must be at least 0",
-        *(
-            f"memory_reserve={part}: must be at least 0 and less than 1, or null to start a run whatever it needs; "
-            "try 0.1"
-            for part in (1, -0.1)
-        ),
-        "objective=speed: must be throughput, held_out_loss or held_out_accuracy",
-        "profile.steps=-1: must be at least 0",
-        "train.steps=0: must be at least 1",
-        "train.micro_batch=half: must be a whole number, auto, max or best",
-        "train.warmup_steps=-1: must be at least 0",
-        *(f"train.max_minutes={limit}: must be greater than 0, or null for no limit" for limit in (0, "nan")),
-        *(f"train.clip_norm={norm}: must be greater than 0, or null for no clipping" for norm in (0, "nan")),
-        "eval.every=0: must be at least 1",
-        "eval.micro_batch=0: must be at least 1",
-        "cluster.ranks_per_node=0: must be at least 1",
-        "model._target_=???: must name a class or a function, as in my_package.MyModel",
-        "model._target_=5: must name a class or a function, as in my_package.MyModel",
-        "model.heads=???: must be given",
-    ],
-)
+@pytest.mark.parametrize("message", [
+    "precision=fp4: must be fp32, tf32, bf16, fp16, fp8 or fp8_tensorwise",
+    "compile=yes: must be false, layers, blocks, whole or autotune",
+    "seed=-1: must be at least 0",
+    *(
+        f"memory_reserve={part}: must be at least 0 and less than 1, or null to start a run whatever it needs; "
+        "try 0.1"
+        for part in (1, -0.1)
+    ),
+    "objective=speed: must be throughput, held_out_loss or held_out_accuracy",
+    "profile.steps=-1: must be at least 0",
+    "train.steps=0: must be at least 1",
+    "train.micro_batch=half: must be a whole number, auto, max or best",
+    "train.warmup_steps=-1: must be at least 0",
+    *(f"train.max_minutes={limit}: must be greater than 0, or null for no limit" for limit in (0, "nan")),
+    *(f"train.clip_norm={norm}: must be greater than 0, or null for no clipping" for norm in (0, "nan")),
+    "eval.every=0: must be at least 1",
+    "eval.micro_batch=0: must be at least 1",
+    "cluster.ranks_per_node=0: must be at least 1",
+    "model._target_=???: must name a class or a function, as in my_package.MyModel",
+    "model._target_=5: must name a class or a function, as in my_package.MyModel",
+    "model.heads=???: must be given",
+])  # fmt: skip
 def test_one_wrong_value_is_one_message(message):
     override = message.partition(": ")[0]
     group, dot, _ = override.partition(".")
     assert problems_of(group if dot and group in config.GROUPS else "general", override) == [message]
 
 
-@pytest.mark.parametrize(
-    ("part", "override", "message"),
-    [
-        ("general", "+unknown.option=1", "unknown={option:1}: there is no such option"),
-        ("general", "+precission=bf16", "precission=bf16: there is no such option; try precision"),
-        ("train", "+train.stepz=1", "train.stepz=1: there is no such option; try train.steps"),
-        ("train", "~train.steps", "train.steps=(not set): must be given"),
-        (
-            "model",
-            "~model._target_",
-            f"model=gpt_tiny: its file names no class or function (_target_); {config._INHERIT}",
-        ),
-        ("cluster", "~cluster.name", f"cluster.name=(not set): must be given; {config._INHERIT}"),
-    ],
-)
+@pytest.mark.parametrize(("part", "override", "message"), [
+    ("general", "+unknown.option=1", "unknown={option:1}: there is no such option"),
+    ("general", "+precission=bf16", "precission=bf16: there is no such option; try precision"),
+    ("train", "+train.stepz=1", "train.stepz=1: there is no such option; try train.steps"),
+    ("train", "~train.steps", "train.steps=(not set): must be given"),
+    (
+        "model",
+        "~model._target_",
+        f"model=gpt_tiny: its file names no class or function (_target_); {config._INHERIT}",
+    ),
+    ("cluster", "~cluster.name", f"cluster.name=(not set): must be given; {config._INHERIT}"),
+])  # fmt: skip
 def test_what_is_there_is_what_is_declared(part, override, message):
     assert problems_of(part, override) == [message]
 
@@ -111,15 +102,12 @@ def test_lists_of_a_job_hold_text(option):
     assert read("cluster=slurm", f"cluster.{option}=['3.10','true']").cluster
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        *((field.name, "a\nb") for field in fields(config.Slurm) if "str" in str(field.type)),
-        ("qos", "q\n#"), ("partition", "\x1b[1m"), ("account", "a\tb"), ("gres", "a\x85"), ("constraint", "\udcff"),
-        ("extra", {"res\ntouch": "v"}), ("extra", {"comment": "a\rb"}), ("extra", {"a": {"b": ["c\n"]}}),
-        ("container.image", "a\n"), ("container.mounts", ["/a\n"]), ("modules", ["m\n"]), ("srun_args", ["a\0b"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("option", "value"), [
+    *((field.name, "a\nb") for field in fields(config.Slurm) if "str" in str(field.type)),
+    ("qos", "q\n#"), ("partition", "\x1b[1m"), ("account", "a\tb"), ("gres", "a\x85"), ("constraint", "\udcff"),
+    ("extra", {"res\ntouch": "v"}), ("extra", {"comment": "a\rb"}), ("extra", {"a": {"b": ["c\n"]}}),
+    ("container.image", "a\n"), ("container.mounts", ["/a\n"]), ("modules", ["m\n"]), ("srun_args", ["a\0b"]),
+])  # fmt: skip
 def test_no_text_of_a_cluster_breaks_a_line_of_its_script(option, value):
     asked = read("cluster=slurm").changed({f"cluster.{option}": value})
     (line,) = refusal_of(getattr, asked, "cluster").splitlines()

@@ -60,27 +60,21 @@ def test_directories_of_runs_and_sweeps_and_defaults_that_are_typed():
 class TestResourcesOfJobs:
     RULE = "the resources of a job are set in the group cluster only"
 
-    @pytest.mark.parametrize(
-        ("typed", "remedy"),
-        [
-            ("partition=short", "try cluster.partition=short"),
-            ("'setup=[a b]'", "try 'cluster.setup=[a b]'"),
-            ("name=mine", "see"),
-            ("timeout_min=60", "see python train.py cluster=slurm --cfg job --package cluster"),
-        ],
-    )
+    @pytest.mark.parametrize(("typed", "remedy"), [
+        ("partition=short", "try cluster.partition=short"),
+        ("'setup=[a b]'", "try 'cluster.setup=[a b]'"),
+        ("name=mine", "see"),
+        ("timeout_min=60", "see python train.py cluster=slurm --cfg job --package cluster"),
+    ])  # fmt: skip
     def test_are_refused_with_what_to_type(self, typed, remedy):
         (typed,) = shlex.split(typed)
         told = refused("cluster=slurm", f"hydra.launcher.{typed}")
         assert told.startswith(f"hydra.launcher.{typed}: {self.RULE}; {remedy}")
 
-    @pytest.mark.parametrize(
-        ("launcher", "words", "told"),
-        [
-            ("submitit_slurm", ["cluster=slurm"], [Abridged(f"{RULE}; see …"), f"{RULE}; try cluster.partition=short"]),
-            ("submitit_local", [], ["has no effect with hydra/launcher=submitit_local; omit it"]),
-        ],
-    )
+    @pytest.mark.parametrize(("launcher", "words", "told"), [
+        ("submitit_slurm", ["cluster=slurm"], [Abridged(f"{RULE}; see …"), f"{RULE}; try cluster.partition=short"]),
+        ("submitit_local", [], ["has no effect with hydra/launcher=submitit_local; omit it"]),
+    ])  # fmt: skip
     def test_in_a_file_as_typed(self, tmp_path, launcher, words, told):
         partition = "partition: short, array_parallelism: 2, " * (launcher == "submitit_slurm")
         text = f"hydra: {{mode: MULTIRUN, launcher: {{{partition}timeout_min: 3}}}}\n"
@@ -107,15 +101,12 @@ def test_runs_of_a_sweep_lie_below_it(place):
     assert refused(f"hydra.sweep.subdir={place}", "hydra.mode=MULTIRUN") == f"hydra.sweep.subdir={place}: {rule}"
 
 
-@pytest.mark.parametrize(
-    ("typed", "told"),
-    [
-        ("hydra.run.dir=${hydra:job.name}", "hydra.run.dir=${hydra:job.name}: … (HydraConfig was not set)"),
-        ("model.name=${nope}", "hydra.run.dir=…: … (Interpolation key 'nope' not found)"),
-        ("hydra.run.dir=x/${nope}", "hydra.run.dir=x/${nope}: … (Interpolation key 'nope' not found)"),
-        ("+hydra.job.env_set.A=${oc.env:NOPE}", "hydra.job.env_set.A=${oc.env:NOPE}: … (…'NOPE' not found…)"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "told"), [
+    ("hydra.run.dir=${hydra:job.name}", "hydra.run.dir=${hydra:job.name}: … (HydraConfig was not set)"),
+    ("model.name=${nope}", "hydra.run.dir=…: … (Interpolation key 'nope' not found)"),
+    ("hydra.run.dir=x/${nope}", "hydra.run.dir=x/${nope}: … (Interpolation key 'nope' not found)"),
+    ("+hydra.job.env_set.A=${oc.env:NOPE}", "hydra.job.env_set.A=${oc.env:NOPE}: … (…'NOPE' not found…)"),
+])  # fmt: skip
 def test_what_the_directory_and_the_environment_refer_to_has_a_value(typed, told):
     assert refused(typed) == Abridged(f"{told}; give the value itself")
 
@@ -130,15 +121,12 @@ def test_a_directory_that_is_not_used_may_refer_to_nothing():
 class TestSearch:
     WORDS = ("hydra/sweeper=optuna", "hydra.mode=MULTIRUN", "seed=1,2")
 
-    @pytest.mark.parametrize(
-        ("words", "said"),
-        [
-            ("cluster=slurm cluster.submit=detach", "…of its jobs before it can choose the next ones; try wait"),
-            ("cluster=slurm sweep.same_nodes=true",
-             "sweep.same_nodes=true: hydra/sweeper=optuna … by earlier results, … at once; omit it"),
-            ("virtual=h100", "virtual=h100: … takes no time, so hydra/sweeper=optuna …; try a sweep of lists, or …"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("words", "said"), [
+        ("cluster=slurm cluster.submit=detach", "…of its jobs before it can choose the next ones; try wait"),
+        ("cluster=slurm sweep.same_nodes=true",
+         "sweep.same_nodes=true: hydra/sweeper=optuna … by earlier results, … at once; omit it"),
+        ("virtual=h100", "virtual=h100: … takes no time, so hydra/sweeper=optuna …; try a sweep of lists, or …"),
+    ])  # fmt: skip
     def test_results_that_come_too_late_or_tell_nothing(self, words, said):
         assert refused(*self.WORDS, *words.split()) == Abridged(said)
 
@@ -146,16 +134,13 @@ class TestSearch:
         told = "…drawn without a seed, …; start another sweep; one that can be resumed sets hydra.sweeper.sampler.seed"
         assert refused(*self.WORDS, goes_on=tmp_path) == Abridged(told)
 
-    @pytest.mark.parametrize(
-        ("typed", "file", "direction", "rate"),
-        [
-            ("", "", "maximize", 1.0),
-            ("hydra.sweeper.direction=minimize", "", "minimize", 1.0),
-            ("objective=held_out_loss eval.every=1", "", "minimize", 1.0),
-            ("experiment=mine", "direction: minimize", "minimize", 1.0),
-            ("experiment=mine", "max_failure_rate: 0.0", "maximize", 0.0),
-        ],
-    )
+    @pytest.mark.parametrize(("typed", "file", "direction", "rate"), [
+        ("", "", "maximize", 1.0),
+        ("hydra.sweeper.direction=minimize", "", "minimize", 1.0),
+        ("objective=held_out_loss eval.every=1", "", "minimize", 1.0),
+        ("experiment=mine", "direction: minimize", "minimize", 1.0),
+        ("experiment=mine", "max_failure_rate: 0.0", "maximize", 0.0),
+    ])  # fmt: skip
     def test_what_a_sweeper_is_set_to(self, tmp_path, typed, file, direction, rate):
         """Also to what is a default of the plugin."""
         (tmp_path / "experiment").mkdir()

@@ -23,17 +23,14 @@ def checkpoint(world_size: int, *layouts: dict[str, Any]) -> Manifest:
     return Manifest(3, world_size, {"name": "toy"}, facts, {}, "2.14", 0.0)
 
 
-@pytest.mark.parametrize(
-    ("was", "now", "change"),
-    [
-        (checkpoint(4, layout(replicate=2, shard=2)), layout(replicate=2, shard=2), None),
-        (checkpoint(2, layout(shard=2)), layout(tensor=2), "2 ranks (tensor=2) instead of 2 ranks (shard=2)"),
-        (checkpoint(2, layout(shard=2)), layout(), "1 rank instead of 2 ranks (shard=2)"),
-        (checkpoint(2, layout(), layout(shard=2)), layout(shard=2), None),  # by the last start
-        (checkpoint(2), layout(shard=2), None),  # which says nothing of segments
-        (checkpoint(4, {"pipeline": 1}), layout(shard=2), "2 ranks (shard=2) instead of 4 ranks"),
-    ],
-)
+@pytest.mark.parametrize(("was", "now", "change"), [
+    (checkpoint(4, layout(replicate=2, shard=2)), layout(replicate=2, shard=2), None),
+    (checkpoint(2, layout(shard=2)), layout(tensor=2), "2 ranks (tensor=2) instead of 2 ranks (shard=2)"),
+    (checkpoint(2, layout(shard=2)), layout(), "1 rank instead of 2 ranks (shard=2)"),
+    (checkpoint(2, layout(), layout(shard=2)), layout(shard=2), None),  # by the last start
+    (checkpoint(2), layout(shard=2), None),  # which says nothing of segments
+    (checkpoint(4, {"pipeline": 1}), layout(shard=2), "2 ranks (shard=2) instead of 4 ranks"),
+])  # fmt: skip
 def test_a_change_is_named_with_both_shapes(was, now, change):
     assert run_spec.change_of_shape(was, math.prod(now[degree] for degree in Dims.order()), now) == change
 

@@ -57,15 +57,12 @@ class TestLine:
         again = self.line([f"resume={link}", "seed=1"])
         assert again.overrides == [*typed, "seed=1", f"resume={named}"]
 
-    @pytest.mark.parametrize(
-        ("more", "gone"),
-        [
-            ("parallel=ddp", ["parallel=pdp", "parallel.schedule=gpipe"]),  # a schedule is of the pipeline
-            ("parallel=pdp", ["parallel=pdp"]), ("model=toy", ["model=toy"]), ("seed=1", []),
-            ("parallel=ddp,pdp", ["parallel=pdp"]),  # its options are for all
-            ("data=text", []), ("data=digits", ["data.seed=3"]),  # the default is text
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("more", "gone"), [
+        ("parallel=ddp", ["parallel=pdp", "parallel.schedule=gpipe"]),  # a schedule is of the pipeline
+        ("parallel=pdp", ["parallel=pdp"]), ("model=toy", ["model=toy"]), ("seed=1", []),
+        ("parallel=ddp,pdp", ["parallel=pdp"]),  # its options are for all
+        ("data=text", []), ("data=digits", ["data.seed=3"]),  # the default is text
+    ])  # fmt: skip
     def test_options_of_a_choice_end_with_it(self, tmp_path, more, gone):
         typed = ["model=toy", "parallel=pdp", "parallel.schedule=gpipe", "model.width=7", "data.seed=3"]
         kept = [word for word in typed if word not in gone]
@@ -114,18 +111,15 @@ class TestLine:
             written = store.load_record(run)
             store.write_record(run, {**written, "config": {**written["config"], "cluster": 7}})
 
-    @pytest.mark.parametrize(
-        ("more", "world", "shape"),
-        [
-            ([], None, {"nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12}),
-            (["train.steps=20"], None, {"nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12}),
-            (["cluster.ranks_per_node=2"], None, {"nodes": 1, "cpus_per_rank": 12}),
-            (["cluster=site"], None, {"nodes": 1, "ranks_per_node": 4, "gpus_per_node": 4, "cpus_per_rank": 12}),
-            (["cluster=slurm"], None, {}),  # another cluster has shapes of its own
-            ([], World(0, 4, 0, 4, "torchrun", 1), {"nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12}),
-            ([], World(0, 4, 0, 2, "torchrun", 2), {"cpus_per_rank": 12}),  # its world is what there is
-        ],
-    )
+    @pytest.mark.parametrize(("more", "world", "shape"), [
+        ([], None, {"nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12}),
+        (["train.steps=20"], None, {"nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12}),
+        (["cluster.ranks_per_node=2"], None, {"nodes": 1, "cpus_per_rank": 12}),
+        (["cluster=site"], None, {"nodes": 1, "ranks_per_node": 4, "gpus_per_node": 4, "cpus_per_rank": 12}),
+        (["cluster=slurm"], None, {}),  # another cluster has shapes of its own
+        ([], World(0, 4, 0, 4, "torchrun", 1), {"nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12}),
+        ([], World(0, 4, 0, 2, "torchrun", 2), {"cpus_per_rank": 12}),  # its world is what there is
+    ])  # fmt: skip
     def test_its_shape_is_kept_unless_it_is_typed_anew(self, tmp_path, more, world, shape):
         was = {"name": "site", "nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12, "gpus_per_node": 4}
         run = self.begun(tmp_path / "run", ["model=toy", "cluster=site"], config={"cluster": was})
@@ -270,15 +264,12 @@ class TestRefused:
         said = self.refused("resume=run", "model=gpt_tiny", cwd=tmp_path)  # however much differs
         assert said == f"model=gpt_tiny: resume={ended} holds toy; {rule}"
 
-    @pytest.mark.parametrize(
-        ("option", "target"),
-        [
-            ("model._target_", "torch.load"), ("model._target_", "torch.hub.load"), ("data._target_", "joblib.load"),
-            ("model._target_", "torch.os.system"), ("model.config.0._target_", "builtins.exec"),
-            ("optimizer.defaults._target_", "hydra.utils.get_method"), ("model.a.b._target_", "subprocess.Popen"),
-            ("model.config._target_", "${oc.decode:os.system}"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("option", "target"), [
+        ("model._target_", "torch.load"), ("model._target_", "torch.hub.load"), ("data._target_", "joblib.load"),
+        ("model._target_", "torch.os.system"), ("model.config.0._target_", "builtins.exec"),
+        ("optimizer.defaults._target_", "hydra.utils.get_method"), ("model.a.b._target_", "subprocess.Popen"),
+        ("model.config._target_", "${oc.decode:os.system}"),
+    ])  # fmt: skip
     def test_a_record_that_names_what_runs_any_code(self, ended, option, target):
         inner: Any = target
         for name in reversed(option.split(".")):

@@ -74,10 +74,6 @@ class TestSound:
         assert make(world=rank_of(4)).training.layout.replicas == 4
         assert make("cluster.ranks_per_node=2", world=rank_of(4, local_size=2)).training.layout.replicas == 4
 
-    @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("pdp", 2)])
-    def test_ranks_without_a_gpu(self, strategy, ranks):
-        assert make(f"parallel={strategy}").world_size == ranks
-
 
 RING = "parallel=ddp parallel.context=2 parallel.context_method=ring"
 CLASSIFIER = "model=custom model._target_=tests.setup.test_run_spec.Classifier data.inputs=4 data.outputs=4"
@@ -203,18 +199,15 @@ def test_data_without_samples_are_refused():
 
 
 class TestUpdatesOfTheUser:
-    @pytest.mark.parametrize(
-        ("overrides", "told"),
-        [
-            ((f"optimizer._target_={__name__}.Rateless",),
-             f"optimizer._target_={__name__}.Rateless: has parameter groups without lr, …; give every group an lr"),
-            (("optimizer.lr=-1",), "optimizer=(its options): cannot be built: Invalid learning rate: -1"),
-            (("optimizer._target_=torch.optim.Adafactor", "optimizer.lr=0.1", "parallel=fsdp"),
-             "optimizer._target_=Adafactor: does not support sharded weights in torch; try adamw, or parallel=ddp"),
-            (("optimizer._target_=torch.optim.SGD", "lr_schedule._target_=types.SimpleNamespace"),
-             "lr_schedule._target_=types.SimpleNamespace: has no factor(); write it as ptdbench.optim.…"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("overrides", "told"), [
+        ((f"optimizer._target_={__name__}.Rateless",),
+         f"optimizer._target_={__name__}.Rateless: has parameter groups without lr, …; give every group an lr"),
+        (("optimizer.lr=-1",), "optimizer=(its options): cannot be built: Invalid learning rate: -1"),
+        (("optimizer._target_=torch.optim.Adafactor", "optimizer.lr=0.1", "parallel=fsdp"),
+         "optimizer._target_=Adafactor: does not support sharded weights in torch; try adamw, or parallel=ddp"),
+        (("optimizer._target_=torch.optim.SGD", "lr_schedule._target_=types.SimpleNamespace"),
+         "lr_schedule._target_=types.SimpleNamespace: has no factor(); write it as ptdbench.optim.…"),
+    ])  # fmt: skip
     def test_optimizer_that_cannot_step_is_refused(self, overrides, told):
         without = ("~optimizer.momentum", "~optimizer.weight_decay", "~lr_schedule.warmup_steps")
         assert refused("model=toy", "optimizer=sgd", *without, *overrides) == [Abridged(told)]
@@ -263,14 +256,11 @@ def custom(name: str) -> tuple[str, ...]:
 
 
 class TestModelsOfTheUser:
-    @pytest.mark.parametrize(
-        ("target", "told"),
-        [
-            ("no_such_package.Net", "._target_=no_such_package.Net: cannot be imported: No module named"),
-            ("tests.setup.test_run_spec.moody", "=(its options): cannot be built: not today"),
-            ("tests.setup.test_run_spec.mute", "=(its options): cannot be built: (no message: the exception's own "),
-        ],
-    )
+    @pytest.mark.parametrize(("target", "told"), [
+        ("no_such_package.Net", "._target_=no_such_package.Net: cannot be imported: No module named"),
+        ("tests.setup.test_run_spec.moody", "=(its options): cannot be built: not today"),
+        ("tests.setup.test_run_spec.mute", "=(its options): cannot be built: (no message: the exception's own "),
+    ])  # fmt: skip
     def test_unbuildable_model_is_refused(self, target, told):
         assert refused("model=custom", f"model._target_={target}", *VECTORS) == [Abridged(f"model{told}…")]
 
@@ -286,62 +276,50 @@ class TestModelsOfTheUser:
         rule = "forward() of model=OnlyLoss takes targets and returns a loss alone"
         assert line.startswith(f"objective=held_out_accuracy: {rule}; try held_out_loss")
 
-    @pytest.mark.parametrize(
-        ("options", "told"),
-        [
-            (["parallel=fsdp"], "parallel.shard=auto: … FSDP drops what it has gathered; try parallel=ddp"),
-            (["parallel=tp", "parallel.tensor=1", "precision=fp16"],
-             "precision=fp16: … it has narrow copies of them; try fp32"),
-            (["activations=recompute", "parallel=ddp"],
-             "activations=recompute: … it runs again in the backward pass; try keep, offload"),
-            (["parallel=pdp"], "parallel.pipeline=auto: … each stage runs it for each micro-batch; try parallel=ddp"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("options", "told"), [
+        (["parallel=fsdp"], "parallel.shard=auto: … FSDP drops what it has gathered; try parallel=ddp"),
+        (["parallel=tp", "parallel.tensor=1", "precision=fp16"],
+         "precision=fp16: … it has narrow copies of them; try fp32"),
+        (["activations=recompute", "parallel=ddp"],
+         "activations=recompute: … it runs again in the backward pass; try keep, offload"),
+        (["parallel=pdp"], "parallel.pipeline=auto: … each stage runs it for each micro-batch; try parallel=ddp"),
+    ])  # fmt: skip
     def test_weights_changed_in_forward_exclude_options(self, options, told):
         make(*custom("momentum"), "parallel=ddp", "parallel.optimizer=zero1")
         rule = "the model's forward pass changes weights in place, 0.slow.weight for one, and"
         assert refused(*custom("momentum"), *options) == [told.replace("…", rule)]
 
-    @pytest.mark.parametrize(
-        ("options", "told"),
-        [
-            (["activations=recompute"], "it is applied to calls; try calling layer(x), or keep"),
-            (["compile=layers"], "calls are compiled; try calling layer(x), or whole"),
-            (["parallel=fsdp"], "FSDP has them in shards then; try calling layer(x), or parallel=ddp"),
-        ],
-    )
+    @pytest.mark.parametrize(("options", "told"), [
+        (["activations=recompute"], "it is applied to calls; try calling layer(x), or keep"),
+        (["compile=layers"], "calls are compiled; try calling layer(x), or whole"),
+        (["parallel=fsdp"], "FSDP has them in shards then; try calling layer(x), or parallel=ddp"),
+    ])  # fmt: skip
     def test_layers_called_by_another_method_exclude_options(self, options, told):
         make(*custom("by_method"), "compile=whole", "parallel=ddp")
         (line,) = refused(*custom("by_method"), *options)
         assert line.endswith(f", layers.0.weight for one, and {told}")
 
-    @pytest.mark.parametrize(
-        ("options", "told"),
-        [
-            (["activations=recompute", "compile=whole"], "a compiled layer runs again on changed ones"),
-            (["compile=layers"], "a compiled backward pass may read what it has changed"),
-            (["parallel=pdp"], "no stage holds them"),
-        ],
-    )
+    @pytest.mark.parametrize(("options", "told"), [
+        (["activations=recompute", "compile=whole"], "a compiled layer runs again on changed ones"),
+        (["compile=layers"], "a compiled backward pass may read what it has changed"),
+        (["parallel=pdp"], "no stage holds them"),
+    ])  # fmt: skip
     def test_buffers_changed_in_forward_exclude_options(self, options, told):
         make(*custom("counts"), "parallel=fsdp", "activations=recompute", "precision=bf16")
         lines = refused(*custom("counts"), *options)
         assert Abridged(f"…the model's forward pass changes buffers…{told}…") in lines
 
-    @pytest.mark.parametrize(
-        ("kind", "options", "told"),
-        [
-            ("regularized", ["parallel=fsdp"], "parallel.shard=auto: the model uses weights of a layer while"),
-            ("regularized", ["parallel=ddp"], None),
-            ("empty", ["parallel=fsdp"], "parallel.shard=2: module.odd is empty, which fully_shard does not "),
-            ("empty", ["parallel=ddp"], None),
-            ("complex", ["parallel=ddp"], "optimizer.fused=true: module.odd is complex, and fused kernels take"),
-            ("complex", ["optimizer.fused=false"], None),
-            ("sparse", ["train.clip_norm=1"], "model=Odd: module.table has sparse gradients, which nothing"),
-            ("random", ["activations=offload"], "activations=offload: module.layers.0.1 draws its noise aft"),
-            ("random", ["activations=recompute"], None),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("kind", "options", "told"), [
+        ("regularized", ["parallel=fsdp"], "parallel.shard=auto: the model uses weights of a layer while"),
+        ("regularized", ["parallel=ddp"], None),
+        ("empty", ["parallel=fsdp"], "parallel.shard=2: module.odd is empty, which fully_shard does not "),
+        ("empty", ["parallel=ddp"], None),
+        ("complex", ["parallel=ddp"], "optimizer.fused=true: module.odd is complex, and fused kernels take"),
+        ("complex", ["optimizer.fused=false"], None),
+        ("sparse", ["train.clip_norm=1"], "model=Odd: module.table has sparse gradients, which nothing"),
+        ("random", ["activations=offload"], "activations=offload: module.layers.0.1 draws its noise aft"),
+        ("random", ["activations=recompute"], None),
+    ])  # fmt: skip
     def test_odd_parameters_exclude_layouts_and_levers(self, kind, options, told):
         words = ["model=custom", f"model._target_={__name__}.Odd", f"+model.kind={kind}", *options]
         words += ["data.inputs=8", "data.outputs=8"]

@@ -53,15 +53,12 @@ class TestOrder:
         assert order(2, repeat(1, block=4)) == [(0, None), (1, None)]  # each has the one that was typed
 
 
-@pytest.mark.parametrize(
-    ("typed", "names"),
-    [
-        (["parallel=ddp,fsdp", "seed=3"], ["0_toy_ddp", "1_toy_fsdp"]),
-        (["optimizer.lr=0.1,1e30", "repeat.seed=4"], ["0_toy_ddp_lr-0.1", "1_toy_ddp_lr-1e+30"]),
-        (["seed=1,2", "data.seed=3,4", "precision=fp32,bf16"], ["0_toy_ddp_seed-1_data.seed-3_precision-fp32"]),
-        (["+model.a='x/y','z'", "hydra.sweep.subdir='${hydra.job.num}{swept}'"], ["0_a-x-y", "1_a-z"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("typed", "names"), [
+    (["parallel=ddp,fsdp", "seed=3"], ["0_toy_ddp", "1_toy_fsdp"]),
+    (["optimizer.lr=0.1,1e30", "repeat.seed=4"], ["0_toy_ddp_lr-0.1", "1_toy_ddp_lr-1e+30"]),
+    (["seed=1,2", "data.seed=3,4", "precision=fp32,bf16"], ["0_toy_ddp_seed-1_data.seed-3_precision-fp32"]),
+    (["+model.a='x/y','z'", "hydra.sweep.subdir='${hydra.job.num}{swept}'"], ["0_a-x-y", "1_a-z"]),
+])  # fmt: skip
 def test_a_directory_has_the_options_that_the_sweep_varies(typed, names):
     found = runs.of(compose_all(["model=toy", *typed], multirun=True))
     assert [run.subdirectory for run in found][: len(names)] == names

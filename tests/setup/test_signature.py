@@ -23,27 +23,24 @@ def accepts(annotation: Any, value: Any) -> bool:
     return not problems(target, {"option": value})
 
 
-@pytest.mark.parametrize(
-    ("annotation", "good", "bad"),
-    [
-        (int, [0, -3], [1.0, "1", True, None, [1]]),
-        (float, [1, 1.5, 1e-3], ["1e-3", True, None]),
-        (bool, [True, False], [0, 1, "true", None]),
-        (str, ["", "text"], [1, None, True]),
-        (Literal["fp32", "bf16"], ["fp32"], ["fp8", "FP32", None, 32]),
-        (Literal[1, 2], [1, 2], [True, "1", 3]),
-        (int | Literal["auto"], [1, "auto"], ["Auto", 1.5, None]),
-        (float | None, [None, 1, 0.5], ["null", "abc"]),
-        (list[int], [[1, 2], []], [1, "1,2", {"a": 1}, [1, "2"], [True]]),
-        (tuple[float, float], [[0.9, 0.95]], [0.9, None]),
-        (Sequence[str], [["a"]], ["a", 3, ["a", 3.1], [False], [None]]),
-        (str | list[str], ["a", ["a"]], [1, [1]]),
-        (float | torch.Tensor, [1e-3, 1], ["abc", None, True]),
-        (Any, [1, "x", None, [1]], []),
-        (Path | None, ["as it is converted inside", 1, None], []),
-        (torch.dtype | str, ["fp32", 3], []),
-    ],
-)
+@pytest.mark.parametrize(("annotation", "good", "bad"), [
+    (int, [0, -3], [1.0, "1", True, None, [1]]),
+    (float, [1, 1.5, 1e-3], ["1e-3", True, None]),
+    (bool, [True, False], [0, 1, "true", None]),
+    (str, ["", "text"], [1, None, True]),
+    (Literal["fp32", "bf16"], ["fp32"], ["fp8", "FP32", None, 32]),
+    (Literal[1, 2], [1, 2], [True, "1", 3]),
+    (int | Literal["auto"], [1, "auto"], ["Auto", 1.5, None]),
+    (float | None, [None, 1, 0.5], ["null", "abc"]),
+    (list[int], [[1, 2], []], [1, "1,2", {"a": 1}, [1, "2"], [True]]),
+    (tuple[float, float], [[0.9, 0.95]], [0.9, None]),
+    (Sequence[str], [["a"]], ["a", 3, ["a", 3.1], [False], [None]]),
+    (str | list[str], ["a", ["a"]], [1, [1]]),
+    (float | torch.Tensor, [1e-3, 1], ["abc", None, True]),
+    (Any, [1, "x", None, [1]], []),
+    (Path | None, ["as it is converted inside", 1, None], []),
+    (torch.dtype | str, ["fp32", 3], []),
+])  # fmt: skip
 def test_types(annotation, good, bad):
     assert [value for value in good if not accepts(annotation, value)] == []
     assert [value for value in bad if accepts(annotation, value)] == []

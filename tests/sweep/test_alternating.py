@@ -126,14 +126,11 @@ class TestAuto:
         assert said == [f"4 blocks of at most 12: {open_pair}", f"7 blocks of at most 12: {open_pair}"]
 
 
-@pytest.mark.parametrize(
-    ("statuses", "blocks"),
-    [
-        ({"before": "failed", "after": "oom"}, 1),
-        ({"before": "ok", "after": "failed"}, 3),
-        ({"before": "failed", "after": "preempted"}, 3),
-    ],
-)
+@pytest.mark.parametrize(("statuses", "blocks"), [
+    ({"before": "failed", "after": "oom"}, 1),
+    ({"before": "ok", "after": "failed"}, 3),
+    ({"before": "failed", "after": "preempted"}, 3),
+])  # fmt: skip
 def test_where_every_run_of_a_block_fails_on_both_sides_it_ends(carried_out, capsys, statuses, blocks):
     seen = carried_out(repeat(3), lambda side, _: {"status": statuses[side]})
     assert [block for _, block in seen] == [block for block in range(blocks) for _ in statuses]
@@ -147,15 +144,12 @@ def test_refused_side_ends_the_comparison(tmp_path, stubs):
     assert len(started(tmp_path)) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "kind"),
-    [
-        ("TERM", 0, local.Stopped),
-        ("HUP", 0, local.Stopped),
-        ("INT", 0, local.Stopped),
-        ("INT", 130, alternating.StoppedSide),  # which has said so itself
-    ],
-)
+@pytest.mark.parametrize(("name", "status", "kind"), [
+    ("TERM", 0, local.Stopped),
+    ("HUP", 0, local.Stopped),
+    ("INT", 0, local.Stopped),
+    ("INT", 130, alternating.StoppedSide),  # which has said so itself
+])  # fmt: skip
 def test_a_signal_is_passed_on_and_the_side_ends_by_itself(tmp_path, stubs, name, status, kind):
     text = (
         f"#!/bin/sh\ntrap 'echo saved > {tmp_path}/saved; exit {status}' {name}\n"

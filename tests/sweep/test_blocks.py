@@ -26,23 +26,20 @@ def repeat(runs, *, most=20, seed=0, block=None):
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("typed", "said"),
-        [
-            (["repeat=0"], "repeat.runs=0: must be at least 1"),
-            (["repeat=x"], "repeat.runs=x: must be a whole number or auto"),
-            (["repeat=2.5"], "repeat.runs=2.5: must be a whole number or auto"),
-            (["repeat=auto", "repeat.max=2"], "repeat.max=2: must be at least 3"),
-            (["repeat.tied_within=1"], "repeat.tied_within=1: must be at least 0 and less than 1; try 0.02"),
-            (["repeat.tied_within=-1%"], "repeat.tied_within=-1%: must be a number"),
-            (["repeat=2", "repeat.block=2"], "repeat.block=2: there are 2 blocks, which count from 0; omit it …"),
-            (["repeat=auto", "repeat.max=4", "repeat.block=4"], "repeat.block=4: there are 4 blocks, …; omit it …"),
-            (["repeat=2", "hydra.sweep.subdir=${parallel.name}"],
-             "hydra.sweep.subdir=${parallel.name}: with repeat.runs=2 …; add ${hydra.job.num} to it, or …"),
-            (["hydra/sweeper=optuna", "repeat=3"], "repeat.runs=3: hydra/sweeper=optuna … none; omit it, and …"),
-            (["repeat=auto", "virtual=h100"], "repeat.runs=auto: … virtual=h100 take no time, …; omit it"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("typed", "said"), [
+        (["repeat=0"], "repeat.runs=0: must be at least 1"),
+        (["repeat=x"], "repeat.runs=x: must be a whole number or auto"),
+        (["repeat=2.5"], "repeat.runs=2.5: must be a whole number or auto"),
+        (["repeat=auto", "repeat.max=2"], "repeat.max=2: must be at least 3"),
+        (["repeat.tied_within=1"], "repeat.tied_within=1: must be at least 0 and less than 1; try 0.02"),
+        (["repeat.tied_within=-1%"], "repeat.tied_within=-1%: must be a number"),
+        (["repeat=2", "repeat.block=2"], "repeat.block=2: there are 2 blocks, which count from 0; omit it …"),
+        (["repeat=auto", "repeat.max=4", "repeat.block=4"], "repeat.block=4: there are 4 blocks, …; omit it …"),
+        (["repeat=2", "hydra.sweep.subdir=${parallel.name}"],
+         "hydra.sweep.subdir=${parallel.name}: with repeat.runs=2 …; add ${hydra.job.num} to it, or …"),
+        (["hydra/sweeper=optuna", "repeat=3"], "repeat.runs=3: hydra/sweeper=optuna … none; omit it, and …"),
+        (["repeat=auto", "virtual=h100"], "repeat.runs=auto: … virtual=h100 take no time, …; omit it"),
+    ])  # fmt: skip
     def test_what_there_cannot_be(self, typed, said):
         assert check(*typed) == Abridged(said)
 
@@ -94,18 +91,15 @@ def check(*overrides, goes_on=None, multirun=True):
 class TestShown:
     """``repeat=5`` is a sweep by itself, and nothing runs where a sweep is only looked at."""
 
-    @pytest.mark.parametrize(
-        ("words", "said"),
-        [
-            (["--cfg", "job", "--package", "repeat", "repeat=5"],
-             r"# .*\nruns: 5\nmax: 60\ntied_within: 0.02\nseed: 0\nblock: null\nseries: null\n"),
-            (["--cfg", "job", "--package", "repeat.runs", "repeat=5", "parallel=ddp,fsdp"],  # of several once each
-             r"# run 0: [^#]*# run 1: [^#]*"),
-            (["--cfg", "job", "--package", "cluster.nodes", "cluster=slurm", "cluster.nodes=1,2"],  # and no SLURM
-             r"# run 0: .*\n1\n---\n# run 1: .*\n2\n"),
-            (["--help", "repeat=5"], r"ptdbench: [\s\S]*"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("words", "said"), [
+        (["--cfg", "job", "--package", "repeat", "repeat=5"],
+         r"# .*\nruns: 5\nmax: 60\ntied_within: 0.02\nseed: 0\nblock: null\nseries: null\n"),
+        (["--cfg", "job", "--package", "repeat.runs", "repeat=5", "parallel=ddp,fsdp"],  # of several once each
+         r"# run 0: [^#]*# run 1: [^#]*"),
+        (["--cfg", "job", "--package", "cluster.nodes", "cluster=slurm", "cluster.nodes=1,2"],  # and no SLURM
+         r"# run 0: .*\n1\n---\n# run 1: .*\n2\n"),
+        (["--help", "repeat=5"], r"ptdbench: [\s\S]*"),
+    ])  # fmt: skip
     def test_what_a_command_only_shows(self, tmp_path, words, said):
         done = forked.train_py(*words, *TOY, cwd=tmp_path)
         assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])

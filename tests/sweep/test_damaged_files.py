@@ -60,23 +60,20 @@ def sweep_of(written: bytes, result: bytes, progress: bytes = b"") -> str:
         return shown(Path(folder) / "sweep")
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        (b"", "not JSON (Expecting value at character 0)"),
-        (b"\xff\xfe\x00", "codec can't decode"),
-        (b"[1]", "Expected `object`, got `array`"),
-        (b"{}", "Object missing required field `status`"),
-        (b"[" * 100_000, "nested too deeply"),
-        (OLD, "its schema is 1, of an earlier version of ptdbench than this one, which reads 2; run it again"),
-        (WHOLE | {"nodes": "none"}, "Expected `array | null`, got `str` - at `$.nodes`"),
-        (WHOLE | {"nodes": ["n1", 2]}, "Expected `str`, got `int` - at `$.nodes[1]`"),
-        (WHOLE | {"metrics": {"mfu": True}}, "Expected `float | null`, got `bool` - at `$.metrics.mfu`"),
-        (WHOLE | {"error": {"rank": 0}}, "Object missing required field `type` - at `$.error`"),
-        (WHOLE | {"world_size": 10**30}, "Expected `int` <= 9223372036854775807 - at `$.world_size`"),
-        (WHOLE | {"final_loss": float("nan")}, "NaN is not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("text", "wrong"), [
+    (b"", "not JSON (Expecting value at character 0)"),
+    (b"\xff\xfe\x00", "codec can't decode"),
+    (b"[1]", "Expected `object`, got `array`"),
+    (b"{}", "Object missing required field `status`"),
+    (b"[" * 100_000, "nested too deeply"),
+    (OLD, "its schema is 1, of an earlier version of ptdbench than this one, which reads 2; run it again"),
+    (WHOLE | {"nodes": "none"}, "Expected `array | null`, got `str` - at `$.nodes`"),
+    (WHOLE | {"nodes": ["n1", 2]}, "Expected `str`, got `int` - at `$.nodes[1]`"),
+    (WHOLE | {"metrics": {"mfu": True}}, "Expected `float | null`, got `bool` - at `$.metrics.mfu`"),
+    (WHOLE | {"error": {"rank": 0}}, "Object missing required field `type` - at `$.error`"),
+    (WHOLE | {"world_size": 10**30}, "Expected `int` <= 9223372036854775807 - at `$.world_size`"),
+    (WHOLE | {"final_loss": float("nan")}, "NaN is not JSON"),
+])  # fmt: skip
 def test_damage_is_one_line(tmp_path, text, wrong):
     written = text if isinstance(text, bytes) else json.dumps(text).encode()
     assert "toy ddp" in sweep_of(written, written + b"\n", written)

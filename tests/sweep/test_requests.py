@@ -42,15 +42,12 @@ class TestShape:
         expected = [(1, 8, 8, None), (1, 1, 1, None), (2, 8, 8, None), (2, 1, 1, None)]
         assert shapes("cluster.nodes=1,2", "parallel=ddp,single") == expected
 
-    @pytest.mark.parametrize(
-        ("overrides", "expected"),
-        [
-            ([], (1, 8, 8, None)),  # all GPUs of a node, and a rank for each
-            (["cluster.partition=cpu", "cluster.cpus_per_rank=8"], (1, 2, 0, 8)),
-            (["parallel=single", "device=cpu"], (1, 1, 0, None)),
-            (["workload=hello", "parallel=single"], (1, 8, 8, None)),  # who says hello is not parallelized
-        ],
-    )
+    @pytest.mark.parametrize(("overrides", "expected"), [
+        ([], (1, 8, 8, None)),  # all GPUs of a node, and a rank for each
+        (["cluster.partition=cpu", "cluster.cpus_per_rank=8"], (1, 2, 0, 8)),
+        (["parallel=single", "device=cpu"], (1, 1, 0, None)),
+        (["workload=hello", "parallel=single"], (1, 8, 8, None)),  # who says hello is not parallelized
+    ])  # fmt: skip
     def test_what_auto_stands_for(self, overrides, expected):
         assert shapes(*overrides) == [expected]
 
@@ -115,15 +112,12 @@ def test_of_a_sweep_that_goes_on_only_runs_that_begin_need_what_it_began_with(tm
     assert requests.of_machine(here, None, tmp_path)[0].refused is None
 
 
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        ("${hydra.job.num}_${workload.label}", "0_toy_ddp"),
-        ("run-${model.name}-${train.global_batch}", "run-toy-32"),
-        ("${hydra.job.override_dirname}", "cluster=slurm,model=toy,train.global_batch=32"),
-        ("plain", "plain"),
-    ],
-)
+@pytest.mark.parametrize(("template", "name"), [
+    ("${hydra.job.num}_${workload.label}", "0_toy_ddp"),
+    ("run-${model.name}-${train.global_batch}", "run-toy-32"),
+    ("${hydra.job.override_dirname}", "cluster=slurm,model=toy,train.global_batch=32"),
+    ("plain", "plain"),
+])  # fmt: skip
 def test_the_directory_of_a_run_is_the_one_that_hydra_would_choose(template, name):
     (run,) = asked(f"hydra.sweep.subdir='{template}'")
     assert run.subdirectory == name

@@ -67,42 +67,36 @@ def problems(known: list[Partition] = KNOWN, **options: Any) -> list[str]:
 
 
 class TestShape:
-    @pytest.mark.parametrize(
-        ("options", "expected"),
-        [
-            ({}, (1, 2, 2)), ({"nodes": 2}, (2, 2, 2)), ({"nodes": "auto"}, (1, 2, 2)),
-            ({"partition": "gpu"}, (1, 8, 8)), ({"partition": "gpu", "ranks_per_node": 3}, (1, 3, 3)),
-            ({"partition": "gpu", "gpus_per_node": 4}, (1, 4, 4)),
-            ({"partition": "gpu", "gpus_per_node": 4, "ranks_per_node": 2}, (1, 2, 4)),
-            ({"partition": "mixed", "ranks_per_node": 2}, (1, 2, 2)),
-            ({"partition": "debug,short"}, (1, 2, 2)), ({"partition": "cpu"}, (1, 2, 0)),
-            ({"partition": ""}, (1, 2, 2)),
-            ({"partition": "cpu", "ranks_per_node": 16, "cpus_per_rank": 4}, (1, 16, 0, 4)),
-            ({"gpus_per_node": 0}, (1, 2, 0)), ({"gpus_per_node": 0, "ranks_per_node": 4}, (1, 4, 0)),
-            ({"gres": "gpu:volta:2"}, (1, 2, 2)), ({"gres": "gpu:1", "partition": "gpu"}, (1, 1, 1)),
-            ({"gres": "lscratch:100", "partition": "gpu"}, (1, 8, 8)),
-            # On CPUs no GPU is asked for that nobody uses, but a partition may take no job that asks for none.
-            *(({"device": "cpu"} | more, (1, 2, 0)) for more in ({}, {"gres": "gpu:volta:2"}, {"partition": "mixed"})),
-            ({"device": "cpu", "gpus_per_node": 1, "ranks_per_node": 1}, (1, 1, 1)),
-            # A strategy that takes fewer devices leaves the others to others, unless they are asked for.
-            ({"ranks": one, "partition": "gpu"}, (1, 1, 1)),
-            ({"ranks": one, "partition": "gpu", "gpus_per_node": 8}, (1, 1, 8)),
-            ({"ranks": one, "gres": "gpu:volta:2"}, (1, 1, 2)),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("options", "expected"), [
+        ({}, (1, 2, 2)), ({"nodes": 2}, (2, 2, 2)), ({"nodes": "auto"}, (1, 2, 2)),
+        ({"partition": "gpu"}, (1, 8, 8)), ({"partition": "gpu", "ranks_per_node": 3}, (1, 3, 3)),
+        ({"partition": "gpu", "gpus_per_node": 4}, (1, 4, 4)),
+        ({"partition": "gpu", "gpus_per_node": 4, "ranks_per_node": 2}, (1, 2, 4)),
+        ({"partition": "mixed", "ranks_per_node": 2}, (1, 2, 2)),
+        ({"partition": "debug,short"}, (1, 2, 2)), ({"partition": "cpu"}, (1, 2, 0)),
+        ({"partition": ""}, (1, 2, 2)),
+        ({"partition": "cpu", "ranks_per_node": 16, "cpus_per_rank": 4}, (1, 16, 0, 4)),
+        ({"gpus_per_node": 0}, (1, 2, 0)), ({"gpus_per_node": 0, "ranks_per_node": 4}, (1, 4, 0)),
+        ({"gres": "gpu:volta:2"}, (1, 2, 2)), ({"gres": "gpu:1", "partition": "gpu"}, (1, 1, 1)),
+        ({"gres": "lscratch:100", "partition": "gpu"}, (1, 8, 8)),
+        # On CPUs no GPU is asked for that nobody uses, but a partition may take no job that asks for none.
+        *(({"device": "cpu"} | more, (1, 2, 0)) for more in ({}, {"gres": "gpu:volta:2"}, {"partition": "mixed"})),
+        ({"device": "cpu", "gpus_per_node": 1, "ranks_per_node": 1}, (1, 1, 1)),
+        # A strategy that takes fewer devices leaves the others to others, unless they are asked for.
+        ({"ranks": one, "partition": "gpu"}, (1, 1, 1)),
+        ({"ranks": one, "partition": "gpu", "gpus_per_node": 8}, (1, 1, 8)),
+        ({"ranks": one, "gres": "gpu:volta:2"}, (1, 1, 2)),
+    ])  # fmt: skip
     def test_auto_becomes_what_is_there(self, options, expected):
         assert shape_of(**options) == Shape(*expected, *[None] * (4 - len(expected)))
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"partition": "mixed"}, "cluster.gpus_per_node=auto: nodes of mixed have 0 or 4 GPUs; try 4, 0"),
-            ({"partition": "gpux"}, "cluster.partition=gpux: there is no such partition"),
-            ({"known": KNOWN[1:3]}, "cluster.partition=null: this cluster has no default partition; try short, gpu"),
-            ({"device": "cuda", "partition": "cpu"}, "device=cuda: the nodes that this job would get"),
-            ({"device": "cuda", "gpus_per_node": 0}, "device=cuda: "),
-        ],
-    )
+    @pytest.mark.parametrize(("options", "message"), [
+        ({"partition": "mixed"}, "cluster.gpus_per_node=auto: nodes of mixed have 0 or 4 GPUs; try 4, 0"),
+        ({"partition": "gpux"}, "cluster.partition=gpux: there is no such partition"),
+        ({"known": KNOWN[1:3]}, "cluster.partition=null: this cluster has no default partition; try short, gpu"),
+        ({"device": "cuda", "partition": "cpu"}, "device=cuda: the nodes that this job would get"),
+        ({"device": "cuda", "gpus_per_node": 0}, "device=cuda: "),
+    ])  # fmt: skip
     def test_gpus_that_cannot_be_counted_or_that_nobody_has(self, options, message):
         assert refused(**options).startswith(message)
 
@@ -115,50 +109,41 @@ class TestShape:
 
 
 class TestCheck:
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {},
-            {"partition": "short,gpu", "nodes": 4, "time_minutes": 600, "gpus_per_node": 8},
-            {"gpus_per_node": 2, "gres": "gpu:volta:2"},
-            {"gpus_per_node": 0, "ranks_per_node": 4},
-            {"mail_type": "END"},
-            {"mem_gb": 0},
-            {"mem_gb": None, "extra": {"mem-per-cpu": "2G"}},
-            {"extra": {"reservation": "friday", "nice": 100, "contiguous": True, "hold": False}},
-        ],
-    )
+    @pytest.mark.parametrize("options", [
+        {},
+        {"partition": "short,gpu", "nodes": 4, "time_minutes": 600, "gpus_per_node": 8},
+        {"gpus_per_node": 2, "gres": "gpu:volta:2"},
+        {"gpus_per_node": 0, "ranks_per_node": 4},
+        {"mail_type": "END"},
+        {"mem_gb": 0},
+        {"mem_gb": None, "extra": {"mem-per-cpu": "2G"}},
+        {"extra": {"reservation": "friday", "nice": 100, "contiguous": True, "hold": False}},
+    ])  # fmt: skip
     def test_what_fits_is_not_refused(self, options):
         assert problems(**options) == []
 
-    @pytest.mark.parametrize(
-        ("options", "problem"),
-        [
-            ({"partition": "gpus", "gpus_per_node": 0},
-             "partition=gpus: there is no such partition; SLURM has debug, short, gpu, mixed, cpu; try gpu"),
-            ({"ranks_per_node": 2, "gpus_per_node": 1}, "ranks_per_node=2: must not exceed the GPUs of a node …, 1: …; "
-             "try auto, 1, or cluster.gpus_per_node=0 for ranks without GPUs"),
-            ({"gpus_per_node": 1, "gres": "gpu:volta:2", "ranks_per_node": 1},
-             "gpus_per_node=1: cluster.gres=gpu:volta:2 asks for 2 GPUs a node; try auto, 2"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("options", "problem"), [
+        ({"partition": "gpus", "gpus_per_node": 0},
+         "partition=gpus: there is no such partition; SLURM has debug, short, gpu, mixed, cpu; try gpu"),
+        ({"ranks_per_node": 2, "gpus_per_node": 1}, "ranks_per_node=2: must not exceed the GPUs of a node …, 1: …; "
+         "try auto, 1, or cluster.gpus_per_node=0 for ranks without GPUs"),
+        ({"gpus_per_node": 1, "gres": "gpu:volta:2", "ranks_per_node": 1},
+         "gpus_per_node=1: cluster.gres=gpu:volta:2 asks for 2 GPUs a node; try auto, 2"),
+    ])  # fmt: skip
     def test_what_cannot_be_had_is_refused_once(self, options, problem):
         assert problems(**options) == [Abridged(f"cluster.{problem}")]
 
-    @pytest.mark.parametrize(
-        ("flag", "value", "said"),
-        [
-            *((flag, value, f"would contradict what ptdbench passes to sbatch; use {own}") for flag, value, own in (
-                ("ntasks-per-node", 1, "cluster.ranks_per_node"), ("mem", 1, "cluster.mem_gb"),
-                ("array", 1, "-m and lists of values: "), ("job-name", "x", "workload.label"),
-                ("signal", "USR1@9", "hydra.launcher.signal_delay_s"), ("requeue", "true", "cluster.requeue"),
-                ("no-requeue", "true", "cluster.requeue"), ("clusters", "other", "SLURM_CLUSTERS"))),
-            *(("comment", value, "must be text, a number, or true for a flag without a value")
-              for value in (["n1", "n2"], {"a": 1})),
-            *((flag, 1, "is no flag of sbatch: these have small letters, digits, - and _")
-              for flag in ("a b", "É", "x=y", "")),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("flag", "value", "said"), [
+        *((flag, value, f"would contradict what ptdbench passes to sbatch; use {own}") for flag, value, own in (
+            ("ntasks-per-node", 1, "cluster.ranks_per_node"), ("mem", 1, "cluster.mem_gb"),
+            ("array", 1, "-m and lists of values: "), ("job-name", "x", "workload.label"),
+            ("signal", "USR1@9", "hydra.launcher.signal_delay_s"), ("requeue", "true", "cluster.requeue"),
+            ("no-requeue", "true", "cluster.requeue"), ("clusters", "other", "SLURM_CLUSTERS"))),
+        *(("comment", value, "must be text, a number, or true for a flag without a value")
+          for value in (["n1", "n2"], {"a": 1})),
+        *((flag, 1, "is no flag of sbatch: these have small letters, digits, - and _")
+          for flag in ("a b", "É", "x=y", "")),
+    ])  # fmt: skip
     def test_what_is_no_extra_flag(self, flag, value, said):
         (found,) = problems(extra={flag: value})
         assert found.startswith(f"cluster.extra.{flag}={as_typed(value)}: {said}")
@@ -227,14 +212,11 @@ class TestSetup:
         done = self.shell(asked(modules=["gcc/12", "cuda 12"], setup=["echo then me"]), modules)
         assert done.stdout.splitlines()[:4] == ["loaded gcc/12", "loaded cuda 12", "then me", "reached"]
 
-    @pytest.mark.parametrize(
-        ("options", "home", "said"),
-        [
-            ({"modules": ["gcc/12", "nvhpc"], "setup": ["echo then me"]}, "", "loaded gcc/12\n"),
-            ({"modules": ["gcc/12"]}, "nowhere", ""),
-            ({"setup": ["source /nowhere/bin/activate"]}, "", ""),
-        ],
-    )
+    @pytest.mark.parametrize(("options", "home", "said"), [
+        ({"modules": ["gcc/12", "nvhpc"], "setup": ["echo then me"]}, "", "loaded gcc/12\n"),
+        ({"modules": ["gcc/12"]}, "nowhere", ""),
+        ({"setup": ["source /nowhere/bin/activate"]}, "", ""),
+    ])  # fmt: skip
     def test_what_does_not_load_or_fails_ends_the_job(self, modules, options, home, said):
         done = self.shell(asked(**options), modules / home)
         assert (done.returncode != 0, done.stdout) == (True, said)
@@ -266,24 +248,21 @@ class TestRealSlurm:
         monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
         monkeypatch.chdir(tmp_path)
 
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            *((options, "") for options in (
-                {"nodes": 2, "cpus_per_rank": 2}, {"nodes": 2, "ranks_per_node": 1}, {"gres": "gpu:2"},
-                {"gpus_per_node": 0, "ranks_per_node": 4},
-                {"partition": "short", "time_minutes": 5, "mem_gb": 1.5, "exclusive": True},
-                {"partition": "debug,gpu", "mail_type": "END", "mem_gb": 0},
-                {"extra": {"mem-per-cpu": "100M", "nice": 5, "contiguous": True}},
-            )),
-            *((options, said) for options, said in (
-                ({"nodes": 3}, "Requested node configuration is not available"),
-                ({"gpus_per_node": 4}, "Requested node configuration is not available"),
-                ({"ranks_per_node": 4, "gpus_per_node": 0, "cpus_per_rank": 2},
-                 "Requested node configuration is not available"),
-            )),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("options", "said"), [
+        *((options, "") for options in (
+            {"nodes": 2, "cpus_per_rank": 2}, {"nodes": 2, "ranks_per_node": 1}, {"gres": "gpu:2"},
+            {"gpus_per_node": 0, "ranks_per_node": 4},
+            {"partition": "short", "time_minutes": 5, "mem_gb": 1.5, "exclusive": True},
+            {"partition": "debug,gpu", "mail_type": "END", "mem_gb": 0},
+            {"extra": {"mem-per-cpu": "100M", "nice": 5, "contiguous": True}},
+        )),
+        *((options, said) for options, said in (
+            ({"nodes": 3}, "Requested node configuration is not available"),
+            ({"gpus_per_node": 4}, "Requested node configuration is not available"),
+            ({"ranks_per_node": 4, "gpus_per_node": 0, "cpus_per_rank": 2},
+             "Requested node configuration is not available"),
+        )),
+    ])  # fmt: skip
     def test_slurm_accepts_what_it_has_and_refuses_the_rest(self, options, said):
         cluster, known = asked(**options), commands.partitions()
         where = shape(cluster, "auto", every, known)

@@ -58,14 +58,11 @@ def test_lists_are_a_sweep_in_one_job_and_what_auto_came_to_is_stated():
         assert command[4:-2] == ["-m", "model=toy", "device=cpu", *words]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["cluster=site_modules", "cluster.time_minutes=5"], {"--account=my_project", "--time=5"}),
-        (["+cluster.extra.nice=100"], {"--nice=100"}),
-        (["++cluster.extra.nice=100"], {"--nice=100"}),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "expected"), [
+    (["cluster=site_modules", "cluster.time_minutes=5"], {"--account=my_project", "--time=5"}),
+    (["+cluster.extra.nice=100"], {"--nice=100"}),
+    (["++cluster.extra.nice=100"], {"--nice=100"}),
+])  # fmt: skip
 def test_sbatch_options_are_not_in_the_command(overrides, expected):
     flags, command = written(*overrides)
     assert expected <= set(flags)
@@ -73,13 +70,10 @@ def test_sbatch_options_are_not_in_the_command(overrides, expected):
     assert own == ["cluster.nodes=1", "cluster.ranks_per_node=2"]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "flag", "first"),
-    [
-        ("defaults: [override /cluster: site_modules, _self_]", "--account=my_project", ["cluster=local"]),
-        ("", "--job-name=ptdbench-toy_ddp", []),
-    ],
-)
+@pytest.mark.parametrize(("chosen", "flag", "first"), [
+    ("defaults: [override /cluster: site_modules, _self_]", "--account=my_project", ["cluster=local"]),
+    ("", "--job-name=ptdbench-toy_ddp", []),
+])  # fmt: skip
 def test_a_cluster_in_a_file_is_the_scripts_and_not_the_ranks(tmp_path, chosen, flag, first):
     """Where the ranks are told what is for jobs, they would submit some, or refuse it."""
     (tmp_path / "experiment").mkdir()
@@ -106,19 +100,16 @@ def test_a_typed_cluster_replaces_what_only_some_files_choose(tmp_path):
     assert [type(one.cluster) for one in composed.configs] == [Cluster, Cluster]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["cluster.nodes=1,2"], "sbatch=model=toy device=cpu cluster.nodes=1,2: … several: "
-         "1 node x 2 ranks, 2 nodes x 2 ranks; write one for each, or python train.py cluster=slurm"),
-        (["cluster.time_minutes=5,10"], "cluster.time_minutes=5,10: one script is one job, …; write one for each, …"),
-        (["cluster=local"], "cluster=local: is not a SLURM cluster; try slurm, or omit it"),
-        (["train.micro_batch=max"], "train.micro_batch=max: is found by short runs, …; try … cluster=slurm, …"),
-        (["sweep.resume=a"], "sweep.resume=a: continues as the jobs …; try python train.py sweep.resume=a"),
-        (["cluster.requeue=true", "checkpoint.every_steps=5"], "cluster.requeue=true: …; try … cluster=slurm, …"),
-        (["model=toyy"], "model=toyy: there is no such choice; try toy"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overrides", "line"), [
+    (["cluster.nodes=1,2"], "sbatch=model=toy device=cpu cluster.nodes=1,2: … several: "
+     "1 node x 2 ranks, 2 nodes x 2 ranks; write one for each, or python train.py cluster=slurm"),
+    (["cluster.time_minutes=5,10"], "cluster.time_minutes=5,10: one script is one job, …; write one for each, …"),
+    (["cluster=local"], "cluster=local: is not a SLURM cluster; try slurm, or omit it"),
+    (["train.micro_batch=max"], "train.micro_batch=max: is found by short runs, …; try … cluster=slurm, …"),
+    (["sweep.resume=a"], "sweep.resume=a: continues as the jobs …; try python train.py sweep.resume=a"),
+    (["cluster.requeue=true", "checkpoint.every_steps=5"], "cluster.requeue=true: …; try … cluster=slurm, …"),
+    (["model=toyy"], "model=toyy: there is no such choice; try toy"),
+])  # fmt: skip
 def test_refused(overrides, line):
     assert refusal_of(written, *overrides) == Abridged(line)
 

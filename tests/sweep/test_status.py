@@ -93,14 +93,10 @@ class TestOnThisMachine:
         assert sweep.asked == []
 
 
-@pytest.mark.parametrize(
-    ("job", "started", "more"),
-    [
-        (None, 0.0, {}), (None, 0.0, {"launcher": "local"}), ("8", 0.0, {}), (None, None, {}),
-        (None, 0.0, {"launcher": "mpirun"}), (None, 0.0, {"config": {"repeat": {"series": "a"}}}),
-    ],
-    ids=["killed", "killed local", "job", "alive", "mpirun", "comparison"],
-)  # fmt: skip
+@pytest.mark.parametrize(("job", "started", "more"), [
+    (None, 0.0, {}), (None, 0.0, {"launcher": "local"}), ("8", 0.0, {}), (None, None, {}),
+    (None, 0.0, {"launcher": "mpirun"}), (None, 0.0, {"config": {"repeat": {"series": "a"}}}),
+], ids=["killed", "killed local", "job", "alive", "mpirun", "comparison"])  # fmt: skip
 def test_a_killed_run_of_this_machine_says_how_to_resume_its_sweep(sweep, job, started, more):
     for number in range(2):
         path = sweep.begin(number)
@@ -243,16 +239,13 @@ class TestSubmitted:
 
 
 class TestEndedByTheCluster:
-    @pytest.mark.parametrize(
-        ("words", "expected"),
-        [
-            ("TIMEOUT n1", "timeout"), ("DEADLINE", "timeout"), ("OUT_OF_MEMORY n1", "oom"), ("CANCELLED", "failed"),
-            ("PREEMPTED n1", "preempted"), ("NODE_FAIL n1", "failed"), ("BOOT_FAIL n1", "failed"),
-            ("FAILED n1", "failed"), ("FAILED (JobLaunchFailure)", "failed"),
-            ("COMPLETED n1", "failed"),  # srun ended well, and yet the run said nothing
-            ("", "failed"),  # SLURM has forgotten it
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("words", "expected"), [
+        ("TIMEOUT n1", "timeout"), ("DEADLINE", "timeout"), ("OUT_OF_MEMORY n1", "oom"), ("CANCELLED", "failed"),
+        ("PREEMPTED n1", "preempted"), ("NODE_FAIL n1", "failed"), ("BOOT_FAIL n1", "failed"),
+        ("FAILED n1", "failed"), ("FAILED (JobLaunchFailure)", "failed"),
+        ("COMPLETED n1", "failed"),  # srun ended well, and yet the run said nothing
+        ("", "failed"),  # SLURM has forgotten it
+    ])  # fmt: skip
     def test_a_run_without_a_word_gets_slurms_reason(self, sweep, words, expected):
         (job,) = sweep.submit(1)
         sweep.says(**({"_0": words} if words else {}))
@@ -268,17 +261,14 @@ class TestEndedByTheCluster:
         assert seen.is_over
         assert store.load_record(sweep.path / job.directory) == run.record.written == sweep.results()[0]
 
-    @pytest.mark.parametrize(
-        ("written", "expected"),
-        [
-            (
-                "slurmstepd-n1: error: pyxis: no such image\nslurmstepd-n1: error: task_init() failed\n"
-                "srun: error: n1: task 0: Exited with exit code 1\n",
-                "pyxis: no such image",
-            ),
-            ("Traceback:\n  ...\n/usr/bin/python: No module named submitit\nsrun: error: ...\n", "No module named"),
-        ],
-    )
+    @pytest.mark.parametrize(("written", "expected"), [
+        (
+            "slurmstepd-n1: error: pyxis: no such image\nslurmstepd-n1: error: task_init() failed\n"
+            "srun: error: n1: task 0: Exited with exit code 1\n",
+            "pyxis: no such image",
+        ),
+        ("Traceback:\n  ...\n/usr/bin/python: No module named submitit\nsrun: error: ...\n", "No module named"),
+    ])  # fmt: skip
     def test_a_step_that_did_not_start_says_why(self, sweep, written, expected):
         (job,) = sweep.submit(1)
         sweep.says(_0="FAILED n1")

@@ -35,13 +35,10 @@ class TestArrays:
         assert numbers(asked("parallel=ddp,fsdp", "cluster.nodes=1,2")) == [[[0], [2]], [[1], [3]]]
         assert numbers(asked("cluster.ranks_per_node=auto,2")) == [[[0], [1]]]  # two, where there is no GPU
 
-    @pytest.mark.parametrize(
-        "override",
-        [
-            "cluster.time_minutes=5,10", "cluster.cpus_per_rank=1,2", "cluster.setup=[],[umask]",
-            "cluster.srun_args=[],[--label]", "+cluster.extra.nice=1,2",
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize("override", [
+        "cluster.time_minutes=5,10", "cluster.cpus_per_rank=1,2", "cluster.setup=[],[umask]",
+        "cluster.srun_args=[],[--label]", "+cluster.extra.nice=1,2",
+    ])  # fmt: skip
     def test_differing_job_options_need_separate_arrays(self, asked, override):
         assert numbers(asked(override)) == [[[0]], [[1]]]
 
@@ -55,17 +52,14 @@ class TestSameNodes:
     def test_all_runs_are_one_job_and_one_that_is_refused_is_in_none(self, asked):
         assert numbers(asked("train.global_batch=16,15,8", "sweep.same_nodes=true")) == [[[0, 2]]]
 
-    @pytest.mark.parametrize(
-        ("overrides", "line"),
-        [
-            (["cluster.nodes=1,2"], "cluster.nodes=1,2: … one job, which has one value; give one value, or …"),
-            (["cluster.srun_args=[],[--label]"], "cluster.srun_args=[],[--label]: … which has one value; …"),
-            (["parallel=single,ddp"], "sweep.same_nodes=true: one job has one shape, …: 1 node x 1 rank with 0 GPUs a "
-             "node, 1 node x 2 ranks with 0 GPUs a node; start a sweep for each"),
-            (["parallel=ddp,fsdp", "cluster.requeue=true", "checkpoint.every_steps=5"],
-             "cluster.requeue=true: … would begin again with the first one; omit one of them, and sweep.resume …"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("overrides", "line"), [
+        (["cluster.nodes=1,2"], "cluster.nodes=1,2: … one job, which has one value; give one value, or …"),
+        (["cluster.srun_args=[],[--label]"], "cluster.srun_args=[],[--label]: … which has one value; …"),
+        (["parallel=single,ddp"], "sweep.same_nodes=true: one job has one shape, …: 1 node x 1 rank with 0 GPUs a "
+         "node, 1 node x 2 ranks with 0 GPUs a node; start a sweep for each"),
+        (["parallel=ddp,fsdp", "cluster.requeue=true", "checkpoint.every_steps=5"],
+         "cluster.requeue=true: … would begin again with the first one; omit one of them, and sweep.resume …"),
+    ])  # fmt: skip
     def test_runs_of_differing_shapes_are_refused_as_one_job(self, asked, overrides, line):
         runs = asked(*overrides, "sweep.same_nodes=true")
         assert Abridged(line) in refusal_of(arrays, runs).splitlines()
@@ -88,14 +82,11 @@ class TestSameNodes:
         assert text.endswith("\nexit $failed\n")
 
 
-@pytest.mark.parametrize(
-    ("count", "together", "variables", "job"),
-    [
-        (1, False, {"SLURM_JOB_ID": "7"}, "7"),
-        (2, False, {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}, "7_1"),
-        (2, True, {"SLURM_JOB_ID": "7"}, "7"),
-    ],
-)
+@pytest.mark.parametrize(("count", "together", "variables", "job"), [
+    (1, False, {"SLURM_JOB_ID": "7"}, "7"),
+    (2, False, {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}, "7_1"),
+    (2, True, {"SLURM_JOB_ID": "7"}, "7"),
+])  # fmt: skip
 def test_a_job_makes_the_folders_of_its_output_as_it_may_start_before_others_do(
     asked, tmp_path, count, together, variables, job
 ):
@@ -117,14 +108,11 @@ def test_a_job_makes_the_folders_of_its_output_as_it_may_start_before_others_do(
     assert [path.name for path in sorted(folder.glob("?"))] == [*map(str, range(count))] * together
 
 
-@pytest.mark.parametrize(
-    ("variables", "asked_for", "requeued"),
-    [
-        ({"SLURM_JOB_ID": "7"}, True, "requeue 7\n"),
-        ({"SLURM_JOB_ID": "7"}, False, ""),
-        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, True, "requeue 7_0\n"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "asked_for", "requeued"), [
+    ({"SLURM_JOB_ID": "7"}, True, "requeue 7\n"),
+    ({"SLURM_JOB_ID": "7"}, False, ""),
+    ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, True, "requeue 7_0\n"),
+])  # fmt: skip
 def test_the_script_requeues_its_job_where_a_rank_in_a_container_asks_for_it(
     asked, tmp_path, variables, asked_for, requeued
 ):
@@ -143,14 +131,11 @@ def test_the_script_requeues_its_job_where_a_rank_in_a_container_asks_for_it(
         assert (done.returncode, done.stdout) == (3, said)
 
 
-@pytest.mark.parametrize(
-    ("options", "flags"),
-    [
-        ({}, ["--signal=USR2@120", "--array=0-1%2"]),
-        ({"signal_delay_s": 0, "array_parallelism": 1}, ["--signal=USR2@0", "--array=0-1%1"]),
-        ({"signal_delay_s": None, "array_parallelism": 0}, ["--signal=USR2@120", "--array=0-1%0"]),
-    ],
-)
+@pytest.mark.parametrize(("options", "flags"), [
+    ({}, ["--signal=USR2@120", "--array=0-1%2"]),
+    ({"signal_delay_s": 0, "array_parallelism": 1}, ["--signal=USR2@0", "--array=0-1%1"]),
+    ({"signal_delay_s": None, "array_parallelism": 0}, ["--signal=USR2@120", "--array=0-1%0"]),
+])  # fmt: skip
 def test_options_of_the_launcher_are_passed_to_sbatch_and_0_is_a_number_too(asked, tmp_path, options, flags):
     lines = Array([[run] for run in asked("seed=0,1")], "toy", tmp_path).script(options).splitlines()
     assert {f"#SBATCH {flag}" for flag in flags} <= {line.replace("'", "") for line in lines}
@@ -352,13 +337,10 @@ class TestFollowed:
             search(Agenda(tmp_path, searches=True), [[["model=toy", "x=1"]]])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "lines"),
-    [
-        (["cluster.nodes=1,2", "seed=0,1,2"], ["1 node x 2 ranks (3 jobs)", "2 nodes x 2 ranks (3 jobs)"]),
-        (["parallel=ddp,fsdp", "sweep.same_nodes=true"], ["1 node x 2 ranks (1 job of 2 runs)"]),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "lines"), [
+    (["cluster.nodes=1,2", "seed=0,1,2"], ["1 node x 2 ranks (3 jobs)", "2 nodes x 2 ranks (3 jobs)"]),
+    (["parallel=ddp,fsdp", "sweep.same_nodes=true"], ["1 node x 2 ranks (1 job of 2 runs)"]),
+])  # fmt: skip
 def test_a_line_for_each_array_of_jobs(asked, monkeypatch, capsys, overrides, lines):
     scripts = []
     monkeypatch.setattr(slurm, "test", lambda script: scripts.append(script) or "Job 5 to start at noon")

@@ -22,14 +22,11 @@ def cells(sweep):
     return [{column.heading: column.cell(row) for column in watch.COLUMNS} for row in watch.numbered(seen)]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("PENDING", "PENDING"), ("PENDING (Priority)", "PENDING (Priority)"), ("PENDING (None)", "PENDING"),
-        ("SUSPENDED (Reservation)", "SUSPENDED (Reservation)"), ("RUNNING n[1-2]", "RUNNING n[1-2]"),
-        ("COMPLETING n1", "COMPLETING n1"), ("TIMEOUT n1", "timeout (TIMEOUT)"), ("CANCELLED", "failed (CANCELLED)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "expected"), [
+    ("PENDING", "PENDING"), ("PENDING (Priority)", "PENDING (Priority)"), ("PENDING (None)", "PENDING"),
+    ("SUSPENDED (Reservation)", "SUSPENDED (Reservation)"), ("RUNNING n[1-2]", "RUNNING n[1-2]"),
+    ("COMPLETING n1", "COMPLETING n1"), ("TIMEOUT n1", "timeout (TIMEOUT)"), ("CANCELLED", "failed (CANCELLED)"),
+])  # fmt: skip
 def test_the_queues_word_for_what_goes_on_and_slurms_beside_the_records_for_what_slurm_ended(sweep, words, expected):
     sweep.submit(1)
     sweep.says(_0=words)
@@ -72,15 +69,12 @@ def test_a_failure_and_one_outside_of_the_ranks_which_names_no_rank(sweep):
     assert 1000 < len(line) < 1100
 
 
-@pytest.mark.parametrize(
-    ("progress", "step", "rate"),
-    [
-        (None, "-", "-"),
-        (PROGRESS, "3/60", "41,234"),
-        (PROGRESS | {"unit": "samples"}, "3/60", "41,234 samples"),
-        (PROGRESS | {"per_second": None}, "3/60", "-"),
-    ],
-)
+@pytest.mark.parametrize(("progress", "step", "rate"), [
+    (None, "-", "-"),
+    (PROGRESS, "3/60", "41,234"),
+    (PROGRESS | {"unit": "samples"}, "3/60", "41,234 samples"),
+    (PROGRESS | {"per_second": None}, "3/60", "-"),
+])  # fmt: skip
 def test_a_run_that_goes_on(sweep, progress, step, rate):
     sweep.submit(1)
     sweep.says(_0="RUNNING n1")

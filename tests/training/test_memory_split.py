@@ -35,27 +35,22 @@ def of_kind(record: dict[str, Any], kind: str) -> list[int]:
     return record["memory"]["ranks"][kind]
 
 
-@cases(
-    "layout",
-    [
-        ["parallel=ddp"],
-        ["parallel=ddp", "parallel.gradient_as_bucket_view=false", "precision=bf16"],
-        ["parallel=ddp", "parallel.optimizer=zero1"],
-        ["parallel=fsdp"],
-        ["parallel=fsdp", "precision=bf16", "train.micro_batch=1"],
-        ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2", "cluster.ranks_per_node=4"],
-        ["parallel=tp", "parallel.sequence=true", "precision=bf16"],
-        ["parallel=fsdp", "parallel.context=2", "parallel.shard=1"],
-        [*PIPELINE],
-        [*PIPELINE, "parallel.schedule=interleaved1f1b", "activations=recompute"],
-    ],
-    daily=[
-        ["parallel=ddp", "parallel.optimizer=zero1"],
-        ["parallel=tp", "parallel.sequence=true", "precision=bf16"],
-        [*PIPELINE],
-    ],
-    ids=" ".join,
-)
+@cases("layout", [
+    ["parallel=ddp"],
+    ["parallel=ddp", "parallel.gradient_as_bucket_view=false", "precision=bf16"],
+    ["parallel=ddp", "parallel.optimizer=zero1"],
+    ["parallel=fsdp"],
+    ["parallel=fsdp", "precision=bf16", "train.micro_batch=1"],
+    ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2", "cluster.ranks_per_node=4"],
+    ["parallel=tp", "parallel.sequence=true", "precision=bf16"],
+    ["parallel=fsdp", "parallel.context=2", "parallel.shard=1"],
+    [*PIPELINE],
+    [*PIPELINE, "parallel.schedule=interleaved1f1b", "activations=recompute"],
+], daily=[
+    ["parallel=ddp", "parallel.optimizer=zero1"],
+    ["parallel=tp", "parallel.sequence=true", "precision=bf16"],
+    [*PIPELINE],
+], ids=" ".join)  # fmt: skip
 def test_training_state_takes_what_was_foreseen(shared_run, layout):
     record = shared_run(*TINY, *layout)
     assert record["status"] == "ok", record["error"]

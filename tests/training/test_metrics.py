@@ -45,17 +45,14 @@ def test_mfu_by_half_of_attention_of_fp8_and_of_images():
     assert results.samples_per_second == pytest.approx(32)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"device_name": "cpu"}, "CPU"),
-        ({"device_name": "NVIDIA Unheard Of"}, "NVIDIA Unheard Of"),
-        ({"dtype": "fp64"}, "fp64"),
-        ({"flops_per_sample": None, "flops_reason": "a model of one's own"}, "a model of one's own"),
-        ({"flops_per_sample": None}, "FLOPs are unknown"),
-        ({"step_seconds": []}, "no step"),
-    ],
-)
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"device_name": "cpu"}, "CPU"),
+    ({"device_name": "NVIDIA Unheard Of"}, "NVIDIA Unheard Of"),
+    ({"dtype": "fp64"}, "fp64"),
+    ({"flops_per_sample": None, "flops_reason": "a model of one's own"}, "a model of one's own"),
+    ({"flops_per_sample": None}, "FLOPs are unknown"),
+    ({"step_seconds": []}, "no step"),
+])  # fmt: skip
 def test_mfu_is_null_with_its_reason(change, reason):
     results = figures(**change)
     assert results.mfu is None

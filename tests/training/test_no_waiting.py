@@ -64,14 +64,11 @@ class NoWaiting(TorchDispatchMode):
         raise Waits(name)
 
 
-@pytest.mark.parametrize(
-    "waits",
-    [
-        lambda tensor: tensor.sum().item(), lambda tensor: float(tensor[0]), lambda tensor: bool(tensor[0] > 0),
-        lambda tensor: tensor[tensor > 0], lambda tensor: tensor.tolist(), lambda tensor: tensor.cpu(),
-        lambda tensor: tensor.numpy(), torch.nonzero,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("waits", [
+    lambda tensor: tensor.sum().item(), lambda tensor: float(tensor[0]), lambda tensor: bool(tensor[0] > 0),
+    lambda tensor: tensor[tensor > 0], lambda tensor: tensor.tolist(), lambda tensor: tensor.cpu(),
+    lambda tensor: tensor.numpy(), torch.nonzero,
+])  # fmt: skip
 def test_what_waits_is_noticed(waits):
     with NoWaiting(), pytest.raises(Waits):
         waits(torch.ones(3))

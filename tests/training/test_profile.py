@@ -150,23 +150,19 @@ COLLECTIVE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 STAGES = " ".join([*PIPELINE, "parallel.microbatches=2"])
 
 
-@cases(
-    ("layout", "place", "rank", "phase"),
-    [
-        ("parallel=ddp", "data", 1, "data"),
-        ("parallel=ddp", "optimizer", 0, "optimizer"),
-        ("parallel=ddp", "forward", 1, "forward"),
-        ("parallel=fsdp", "forward", 0, "forward"),
-        ("parallel=ddp parallel.context=2 parallel.context_method=ring", "ring", 1, None),
-        (f"{STAGES} parallel.schedule=1f1b", "stage", 1, "forward"),
-        (f"{STAGES} parallel.schedule=interleaved1f1b", "stage", 1, "forward"),  # messages are awaited long after
-    ],
-    daily=[
-        ("parallel=ddp", "data", 1, "data"),
-        ("parallel=fsdp", "forward", 0, "forward"),
-        (f"{STAGES} parallel.schedule=1f1b", "stage", 1, "forward"),
-    ],
-)
+@cases(("layout", "place", "rank", "phase"), [
+    ("parallel=ddp", "data", 1, "data"),
+    ("parallel=ddp", "optimizer", 0, "optimizer"),
+    ("parallel=ddp", "forward", 1, "forward"),
+    ("parallel=fsdp", "forward", 0, "forward"),
+    ("parallel=ddp parallel.context=2 parallel.context_method=ring", "ring", 1, None),
+    (f"{STAGES} parallel.schedule=1f1b", "stage", 1, "forward"),
+    (f"{STAGES} parallel.schedule=interleaved1f1b", "stage", 1, "forward"),  # messages are awaited long after
+], daily=[
+    ("parallel=ddp", "data", 1, "data"),
+    ("parallel=fsdp", "forward", 0, "forward"),
+    (f"{STAGES} parallel.schedule=1f1b", "stage", 1, "forward"),
+])  # fmt: skip
 def test_sleep_is_found_in_its_phase_and_awaited_by_the_peer(tmp_path, layout, place, rank, phase):
     of_ranks = slowed(tmp_path, *layout.split(), place=place, ranks=[rank])
     if phase:
@@ -262,25 +258,22 @@ def test_messages_of_one_kernel_of_nccl_begin_with_the_last_of_them():
     assert traces.together(calls, of_each) == [Ready(5.0, last=2), Ready(5.0, last=2), Ready(7.0)]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
-        ("triton_poi_fused__to_copy_0", "compiled"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", "product"),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "product"),
-        ("void at::native::vectorized_elementwise_kernel<8, converting_copy_kernel_cuda<float, Half>>", "copy"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
-        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"),
-        ("sm80_xmma_fprop_implicit_gemm_conv_indexed_bf16bf16", "convolution"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>", "norm"),
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reduction"),
-        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "copy"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "elementwise"),
-        ("a kernel of somebody's own", "other"),
-    ],
-)
+@pytest.mark.parametrize(("name", "expected"), [
+    ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+    ("triton_poi_fused__to_copy_0", "compiled"),
+    ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", "product"),
+    ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "product"),
+    ("void at::native::vectorized_elementwise_kernel<8, converting_copy_kernel_cuda<float, Half>>", "copy"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+    ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"),
+    ("sm80_xmma_fprop_implicit_gemm_conv_indexed_bf16bf16", "convolution"),
+    ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+    ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>", "norm"),
+    ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reduction"),
+    ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "copy"),
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "elementwise"),
+    ("a kernel of somebody's own", "other"),
+])  # fmt: skip
 def test_kernel_kinds(name, expected):
     assert kernel_kind(name) == expected
 

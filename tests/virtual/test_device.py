@@ -19,19 +19,16 @@ def test_settings_are_what_the_library_reads_with_peaks_on_record():
     assert peaks == {"fp32": pytest.approx(15.7e12), "fp16": 1e14}
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"memory": 0}, "memory=0: must be a whole number of at least 1"),
-        ({"allocatable": 0}, "allocatable=0: must be a whole number of at least 1"),
-        ({"capability": "9"}, 'capability=9: must be two numbers; try "9.0"'),
-        ({"context": 30 << 30}, "context=32212254720: must be less than the memory, 21474836480 bytes"),
-        ({"bandwidth": 0.0}, "bandwidth=0.0: must be above 0"),
-        ({"peaks": {"bf16": 0}}, "peaks.bf16=0: must be above 0"),
-        ({"link": -1.0}, "link=-1.0: must be at least 0"),
-        ({"name": " "}, "name= : must be a name"),
-        ({"peaks": {"bf15": 1e12}}, "peaks.bf15=1000000000000.0: no such dtype; try bf16"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"memory": 0}, "memory=0: must be a whole number of at least 1"),
+    ({"allocatable": 0}, "allocatable=0: must be a whole number of at least 1"),
+    ({"capability": "9"}, 'capability=9: must be two numbers; try "9.0"'),
+    ({"context": 30 << 30}, "context=32212254720: must be less than the memory, 21474836480 bytes"),
+    ({"bandwidth": 0.0}, "bandwidth=0.0: must be above 0"),
+    ({"peaks": {"bf16": 0}}, "peaks.bf16=0: must be above 0"),
+    ({"link": -1.0}, "link=-1.0: must be at least 0"),
+    ({"name": " "}, "name= : must be a name"),
+    ({"peaks": {"bf15": 1e12}}, "peaks.bf15=1000000000000.0: no such dtype; try bf16"),
+])  # fmt: skip
 def test_impossible_figure_is_refused(changed, message):
     assert refusal_of(replace, DEVICE, **changed) == message

@@ -21,19 +21,16 @@ def answers(start: Start) -> dict[str, Any]:
     return start("messages")
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ("reductions", {f"{of} {operation}": found for of in FORMATS for operation, found in REDUCED.items()}),
-        # 1.75 is 1.11 in binary, whose exponent is that of 1.5; two bits of fraction hold it
-        ("formats", {"bfloat16": [0x3FE0], "e4m3": [0x3E], "e5m2": [0x3F]}),
-        ("collectives", COLLECTED),
-        ("multiplied", [0.5 * 2 + 0.5 * 6]),
-        ("transfers", [5]),  # more messages in a group than are kept under way
-        ("large", True),  # it arrives as zeros
-        ("split", [0, 3]),  # in the order of keys
-    ],
-)
+@pytest.mark.parametrize(("asked", "expected"), [
+    ("reductions", {f"{of} {operation}": found for of in FORMATS for operation, found in REDUCED.items()}),
+    # 1.75 is 1.11 in binary, whose exponent is that of 1.5; two bits of fraction hold it
+    ("formats", {"bfloat16": [0x3FE0], "e4m3": [0x3E], "e5m2": [0x3F]}),
+    ("collectives", COLLECTED),
+    ("multiplied", [0.5 * 2 + 0.5 * 6]),
+    ("transfers", [5]),  # more messages in a group than are kept under way
+    ("large", True),  # it arrives as zeros
+    ("split", [0, 3]),  # in the order of keys
+])  # fmt: skip
 def test_collectives_give_each_rank_its_result(answers, asked, expected):
     assert answers[asked] == expected
 

@@ -18,40 +18,37 @@ def answers(start: Start) -> dict[str, Any]:
 PRODUCTS = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64", "bf16", "f16") for batch in (1, 5)]
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        (
-            "device",
-            {
-                "name": f"virtual {DEVICE.name}", "capability": [9, 0], "multiprocessors": DEVICE.multiprocessors,
-                "memory": DEVICE.memory, "count": 2,
-            },
-        ),
-        ("allocator", {"allocated": 100 * MIB, "taken": 100 * MIB, "peak": 150 * MIB, "left": 0}),
-        # Three tensors of 30 MiB in one segment, which grows by pages of 20 MiB.
-        ("expandable", {"segments": 1, "taken": 100 * MIB, "left": 0, "over": True}),
-        ("products", [*PRODUCTS, "virtual_gemm_bf16 m4 n2 k3 b1", "virtual_gemm_f8 m64 n64 k32 b1"]),
-        # A ring attends by the kernel that torch chooses on this GPU; some lack a backward pass for wide heads.
-        ("attention", {
-            f"torch.{dtype} {width}": [kernel, [1, 2, 128], [[1, 2, 128, width]] * 3]
-            for dtype, width, kernel in (
-                ("bfloat16", 64, "CUDNN"), ("bfloat16", 192, "as for training"), ("float32", 64, "EFFICIENT")
-            )
-        }),
-        ("pinned", [4 * MIB, 4 * MIB, 0]),
-        ("graphs", {"captured": False, "products": 6, "shape": [64, 64], "compiled": [[64, 64]] * 3}),
-        ("decided", {
-            "known": [False, True, True], "loops": [False, False, 2000], "finite": [True, True], "infinite": [0, 0],
-        }),
-        # Messages are not verified: the pattern that they are held against is computed by kernels.
-        ("uncompared", None),
-        ("counted", [3, 0]),  # steps, without a question to the device
-        ("routed", ["none", "loss", "micro_batch_loss", "bias", "forced"]),  # without waiting for the device
-        # Three times 20 minutes for a first step, and half an hour: torch gives groups of a mesh 10 minutes.
-        ("grouped", {"saving": 1, "patience": [10, 90, 90], "buffers": 2}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("asked", "expected"), [
+    (
+        "device",
+        {
+            "name": f"virtual {DEVICE.name}", "capability": [9, 0], "multiprocessors": DEVICE.multiprocessors,
+            "memory": DEVICE.memory, "count": 2,
+        },
+    ),
+    ("allocator", {"allocated": 100 * MIB, "taken": 100 * MIB, "peak": 150 * MIB, "left": 0}),
+    # Three tensors of 30 MiB in one segment, which grows by pages of 20 MiB.
+    ("expandable", {"segments": 1, "taken": 100 * MIB, "left": 0, "over": True}),
+    ("products", [*PRODUCTS, "virtual_gemm_bf16 m4 n2 k3 b1", "virtual_gemm_f8 m64 n64 k32 b1"]),
+    # A ring attends by the kernel that torch chooses on this GPU; some lack a backward pass for wide heads.
+    ("attention", {
+        f"torch.{dtype} {width}": [kernel, [1, 2, 128], [[1, 2, 128, width]] * 3]
+        for dtype, width, kernel in (
+            ("bfloat16", 64, "CUDNN"), ("bfloat16", 192, "as for training"), ("float32", 64, "EFFICIENT")
+        )
+    }),
+    ("pinned", [4 * MIB, 4 * MIB, 0]),
+    ("graphs", {"captured": False, "products": 6, "shape": [64, 64], "compiled": [[64, 64]] * 3}),
+    ("decided", {
+        "known": [False, True, True], "loops": [False, False, 2000], "finite": [True, True], "infinite": [0, 0],
+    }),
+    # Messages are not verified: the pattern that they are held against is computed by kernels.
+    ("uncompared", None),
+    ("counted", [3, 0]),  # steps, without a question to the device
+    ("routed", ["none", "loss", "micro_batch_loss", "bias", "forced"]),  # without waiting for the device
+    # Three times 20 minutes for a first step, and half an hour: torch gives groups of a mesh 10 minutes.
+    ("grouped", {"saving": 1, "patience": [10, 90, 90], "buffers": 2}),
+])  # fmt: skip
 def test_torch_sees_the_devices_properties(answers, asked, expected):
     assert answers[asked] == expected
 

@@ -98,20 +98,17 @@ def test_table_does_not_rank_virtual_runs(swept):
     assert "nothing is computed" in shown
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param((*SMALL, "model.layers=4", "parallel=3d", "parallel.tensor=2"), id="stages and tensor"),
-        pytest.param(
-            (*SMALL, "model.layers=4", "parallel=pdp", "parallel.schedule=interleaved1f1b", "precision=bf16"),
-            id="several stages", marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            ("model=hf_llama_tiny", *SMALL[5:], "parallel=pdp", "parallel.schedule=interleaved1f1b", "precision=bf16"),
-            id="masks that ask for values", marks=pytest.mark.thorough,
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    pytest.param((*SMALL, "model.layers=4", "parallel=3d", "parallel.tensor=2"), id="stages and tensor"),
+    pytest.param(
+        (*SMALL, "model.layers=4", "parallel=pdp", "parallel.schedule=interleaved1f1b", "precision=bf16"),
+        id="several stages", marks=pytest.mark.thorough,
+    ),
+    pytest.param(
+        ("model=hf_llama_tiny", *SMALL[5:], "parallel=pdp", "parallel.schedule=interleaved1f1b", "precision=bf16"),
+        id="masks that ask for values", marks=pytest.mark.thorough,
+    ),
+])  # fmt: skip
 def test_present_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_path, words):
     """Two of four ranks of a pipeline of two: bytes and calls as with the other two."""
     setting = ("parallel.pipeline=2", "cluster.ranks_per_node=4", "virtual=h100")

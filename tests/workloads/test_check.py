@@ -78,15 +78,12 @@ def test_what_is_refused(option, values, rule):
         assert said == f"workload.{option}={value}: {rule}"
 
 
-@pytest.mark.parametrize(
-    ("rounds", "slow", "attempts"),
-    [
-        (({0: 10.0, 1: 10.0}, {0: 1.0, 1: 10.0}), {}, 1),  # sound at once
-        (({0: 10.0, 1: 6.0}, {0: 6.0, 1: 9.9}, {0: 1.0, 1: 1.0}), {}, 2),  # a disturbance
-        (({0: 10.0, 1: 6.0}, {0: 10.0, 1: 8.0}, {0: 9.0, 1: 7.0}), {1: pytest.approx(0.8)}, 3),
-        ((None,), {}, 1),  # one rank has no links
-    ],
-)
+@pytest.mark.parametrize(("rounds", "slow", "attempts"), [
+    (({0: 10.0, 1: 10.0}, {0: 1.0, 1: 10.0}), {}, 1),  # sound at once
+    (({0: 10.0, 1: 6.0}, {0: 6.0, 1: 9.9}, {0: 1.0, 1: 1.0}), {}, 2),  # a disturbance
+    (({0: 10.0, 1: 6.0}, {0: 10.0, 1: 8.0}, {0: 9.0, 1: 7.0}), {1: pytest.approx(0.8)}, 3),
+    ((None,), {}, 1),  # one rank has no links
+])  # fmt: skip
 def test_slow_is_measured_again_and_named_after_the_last_attempt(monkeypatch, rounds, slow, attempts):
     monkeypatch.setattr(contention, "Watch", lambda _: SimpleNamespace(stop=lambda: []))
     left = iter(rounds)

@@ -86,23 +86,20 @@ def test_a_wrong_result_is_a_failed_run_that_names_it(run):
     assert error["message"].endswith("; 1 of 64 elements are wrong")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("ops=[all_reduce,all_redcue]", "ops=[all_reduce,all_redcue]: there is no all_redcue; try "),
-        ("ops=[]", "ops=[]: must name at least one; try all, broadcast,"),
-        ("dtypes=fp8", "dtypes=fp8: there is no fp8; try "),
-        ("group=tensor", "group=tensor: there is no such group; try all, data, pipeline, or ranks"),
-        ("group=[0,2]", "group=[0,2]: there is no rank 2; the ranks are 0 to 1"),
-        ("group=[0,0]", "group=[0,0]: must name at least two ranks, each once"),
-        ("group=[1]", "group=[1]: must name at least two ranks, each once"),
-        ("group=data", "group=data: has one rank per group, with 2 ranks in pipelines of 2;"),
-        (
-            "group=pipeline workload.pipeline_size=3 cluster.ranks_per_node=4",
-            "pipeline_size=3: must divide the number of ranks, 4; try 1, 2, 4",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("ops=[all_reduce,all_redcue]", "ops=[all_reduce,all_redcue]: there is no all_redcue; try "),
+    ("ops=[]", "ops=[]: must name at least one; try all, broadcast,"),
+    ("dtypes=fp8", "dtypes=fp8: there is no fp8; try "),
+    ("group=tensor", "group=tensor: there is no such group; try all, data, pipeline, or ranks"),
+    ("group=[0,2]", "group=[0,2]: there is no rank 2; the ranks are 0 to 1"),
+    ("group=[0,0]", "group=[0,0]: must name at least two ranks, each once"),
+    ("group=[1]", "group=[1]: must name at least two ranks, each once"),
+    ("group=data", "group=data: has one rank per group, with 2 ranks in pipelines of 2;"),
+    (
+        "group=pipeline workload.pipeline_size=3 cluster.ranks_per_node=4",
+        "pipeline_size=3: must divide the number of ranks, 4; try 1, 2, 4",
+    ),
+])  # fmt: skip
 def test_bad_input_is_refused_before_any_rank_starts(words, message):
     assert refusal(*TWO, *f"workload.{words}".split()).startswith(f"workload.{message}")
 

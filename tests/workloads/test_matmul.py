@@ -50,24 +50,21 @@ class TestRun:
         assert record["matmul"]["kept"].startswith("not cached: ")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "lines"),
-    [
-        (
-            ["shapes=[64,2x3]", "dtypes=[fp32,fp8]", "seconds=0"],
-            [
-                "shapes=[64,2x3]: must be one or more of N, such as 4096, or MxNxK, such as 4096x1024x512",
-                "dtypes=[fp32,fp8]: must be dtypes for matrix products; try fp32, tf32, bf16, fp16",
-                "seconds=0: must be greater than 0",
-            ],
-        ),
-        (["shapes=[]"], ["shapes=[]: must be "]),
-        (["dtypes=[]"], ["dtypes=[]: must be "]),
-        (["shapes=2x3", "dtypes=fp8"], ["shapes=2x3: must be one or more", "dtypes=fp8: must be dtypes"]),
-        (["dtypes=tf32"], ["dtypes=tf32: TF32 exists only on GPUs; try fp32, bf16, fp16"]),
-        (["dtypes=[tf32]"], ["dtypes=[tf32]: TF32 exists only on GPUs; try fp32, bf16, fp16"]),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "lines"), [
+    (
+        ["shapes=[64,2x3]", "dtypes=[fp32,fp8]", "seconds=0"],
+        [
+            "shapes=[64,2x3]: must be one or more of N, such as 4096, or MxNxK, such as 4096x1024x512",
+            "dtypes=[fp32,fp8]: must be dtypes for matrix products; try fp32, tf32, bf16, fp16",
+            "seconds=0: must be greater than 0",
+        ],
+    ),
+    (["shapes=[]"], ["shapes=[]: must be "]),
+    (["dtypes=[]"], ["dtypes=[]: must be "]),
+    (["shapes=2x3", "dtypes=fp8"], ["shapes=2x3: must be one or more", "dtypes=fp8: must be dtypes"]),
+    (["dtypes=tf32"], ["dtypes=tf32: TF32 exists only on GPUs; try fp32, bf16, fp16"]),
+    (["dtypes=[tf32]"], ["dtypes=[tf32]: TF32 exists only on GPUs; try fp32, bf16, fp16"]),
+])  # fmt: skip
 def test_what_is_refused(overrides, lines):
     said = refusal("workload=matmul", "device=cpu", *(f"workload.{option}" for option in overrides))
     for told, line in zip(said.splitlines(), lines, strict=True):

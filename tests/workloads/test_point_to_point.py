@@ -54,14 +54,11 @@ def test_a_message_that_arrives_wrong_is_a_failed_run_that_names_it(run):
     assert error["message"].startswith("1024 bytes from rank 0 to rank 1: rank 1 has 0 at element 1023 instead of ")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["cluster.ranks_per_node=1"], "workload=p2p: needs at least two ranks; try cluster."),
-        (["workload.pairs=some"], "workload.pairs=some: must be all or ring; try all, ring"),
-        (["workload.max_bytes=0"], "workload.max_bytes=0: must be a whole number of at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["cluster.ranks_per_node=1"], "workload=p2p: needs at least two ranks; try cluster."),
+    (["workload.pairs=some"], "workload.pairs=some: must be all or ring; try all, ring"),
+    (["workload.max_bytes=0"], "workload.max_bytes=0: must be a whole number of at least 1"),
+])  # fmt: skip
 def test_bad_input_is_refused_before_any_rank_starts(overrides, message):
     assert refusal("workload=p2p", "device=cpu", *overrides).startswith(message)
 
@@ -75,12 +72,6 @@ def test_too_much_memory_is_refused(monkeypatch, workload, options):
     job = SimpleNamespace(device=torch.device("cpu"), world=World(0, 2, 0, 2, "local"))
     with pytest.raises(ConfigError, match=rf"^workload\.max_bytes={2**50}: needs 4.19e\+06 GiB per rank"):
         workload.measure(job, options)
-
-
-def test_gloo_cannot_send_what_is_on_a_gpu():
-    with pytest.raises(ConfigError, match=r"^backend=gloo: cannot send GPU tensors; try nccl, or device=cpu$"):
-        PointToPoint().check(2, "cuda", "gloo")
-    PointToPoint().check(2, "cuda", "nccl")
 
 
 @pytest.mark.parametrize(("name", "made"), [("p2p", PointToPoint()), ("collectives", Collectives())])

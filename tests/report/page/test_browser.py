@@ -205,13 +205,10 @@ class TestFigures:
             ["strong", "ddp, batch 16", 1, 100, 1.0], ["strong", "ddp, batch 16", 2, 150, 0.75],
         ]  # fmt: skip
 
-    @pytest.mark.parametrize(
-        ("values", "labels"),
-        [
-            ([480, 5100], "100 200 500 1k 2k 5k 10k 20k 50k"), ([0.04, 7], "0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10 20 50"),
-            ([8, 2e6], "1 10 100 1k 10k 100k 1M 10M"), ([2.1e9, 2.35e9], "2.1G 2.2G 2.3G 2.4G"), ([7], "7"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("values", "labels"), [
+        ([480, 5100], "100 200 500 1k 2k 5k 10k 20k 50k"), ([0.04, 7], "0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10 20 50"),
+        ([8, 2e6], "1 10 100 1k 10k 100k 1M 10M"), ([2.1e9, 2.35e9], "2.1G 2.2G 2.3G 2.4G"), ([7], "7"),
+    ])  # fmt: skip
     def test_a_logarithmic_axis_has_whole_labels(self, opened, values, labels):
         assert opened[0].evaluate("values => logAxis('', values).ticktext", values) == labels.split()
 
@@ -252,17 +249,14 @@ class TestFigures:
 
 
 class TestControls:
-    @pytest.mark.parametrize(
-        ("typed", "expected"),
-        [
-            ("parallel=fsdp", ["fsdp"]), ("parallel=fsdp,ddp", ["ddp", "fsdp"]),
-            ("parallel!=fsdp status=ok", ["ddp", "pdp 1x2 1f1b"]), ("optimizer.lr<0.15", ["pdp 1x2 1f1b"]),
-            ("lr>=0.2", ["ddp", "fsdp"]), ("throughput>1400", ["ddp", "pdp 1x2 1f1b"]),
-            ("precision=fp32 1f1b", ["pdp 1x2 1f1b"]), ("precision=bf16", []),
-            ("memory<800 tokens/s>1", ["ddp", "pdp 1x2 1f1b"]), ("mfu>40 loss>2", ["ddp", "pdp 1x2 1f1b", "fsdp"]),
-            ('"configuration=pdp 1x2 1f1b"', ["pdp 1x2 1f1b"]), ("", ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("typed", "expected"), [
+        ("parallel=fsdp", ["fsdp"]), ("parallel=fsdp,ddp", ["ddp", "fsdp"]),
+        ("parallel!=fsdp status=ok", ["ddp", "pdp 1x2 1f1b"]), ("optimizer.lr<0.15", ["pdp 1x2 1f1b"]),
+        ("lr>=0.2", ["ddp", "fsdp"]), ("throughput>1400", ["ddp", "pdp 1x2 1f1b"]),
+        ("precision=fp32 1f1b", ["pdp 1x2 1f1b"]), ("precision=bf16", []),
+        ("memory<800 tokens/s>1", ["ddp", "pdp 1x2 1f1b"]), ("mfu>40 loss>2", ["ddp", "pdp 1x2 1f1b", "fsdp"]),
+        ('"configuration=pdp 1x2 1f1b"', ["pdp 1x2 1f1b"]), ("", ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]),
+    ])  # fmt: skip
     def test_filter(self, opened, typed, expected):
         passing = "text => report.models[0].rows.filter(readFilter(text)).map((row) => row.name)"
         assert opened[0].evaluate(passing, typed) == expected

@@ -99,20 +99,17 @@ def test_rows_stand_on_as_few_curves_as_will_do(rows, options, curves):
     assert sorted(curve.rows for curve in scaling_curves(rows, options)) == curves
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "curves"),
-    [
-        ([row(0, 4, 300.0), row(1, 1, 100.0), row(2, 2, 180.0)], {},
-         [("strong", "ddp, batch 16", [1, 2, 0], [1.0, 0.9, 0.75])]),
-        (series_of(1, 2), {"data": ["text", "text", "digits"]},  # the third row is of another model
-         [("strong", "ddp, batch 16", [0, 1], [1.0, 1.0])]),
-        ([row(0, 1, 100.0, batch=8), row(1, 2, 150.0)], {}, [("weak", "ddp, 8 a rank", [0, 1], [1.0, 0.75])]),
-        ([*series_of(1, 2), row(2, 1, 50.0, parallel="tp"), row(3, 2, 60.0, parallel="tp")],
-         {"activations": ["keep", "keep", "recompute", "recompute"]},
-         [("strong", "tp activations=recompute, batch 16", [2, 3], [1.0, 0.6]),  # the fastest curve comes first
-          ("strong", "ddp activations=keep, batch 16", [0, 1], [1.0, 1.0])]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rows", "options", "curves"), [
+    ([row(0, 4, 300.0), row(1, 1, 100.0), row(2, 2, 180.0)], {},
+     [("strong", "ddp, batch 16", [1, 2, 0], [1.0, 0.9, 0.75])]),
+    (series_of(1, 2), {"data": ["text", "text", "digits"]},  # the third row is of another model
+     [("strong", "ddp, batch 16", [0, 1], [1.0, 1.0])]),
+    ([row(0, 1, 100.0, batch=8), row(1, 2, 150.0)], {}, [("weak", "ddp, 8 a rank", [0, 1], [1.0, 0.75])]),
+    ([*series_of(1, 2), row(2, 1, 50.0, parallel="tp"), row(3, 2, 60.0, parallel="tp")],
+     {"activations": ["keep", "keep", "recompute", "recompute"]},
+     [("strong", "tp activations=recompute, batch 16", [2, 3], [1.0, 0.6]),  # the fastest curve comes first
+      ("strong", "ddp activations=keep, batch 16", [0, 1], [1.0, 1.0])]),
+])  # fmt: skip
 def test_curves_have_names_ranks_in_order_and_efficiencies(rows, options, curves):
     found = scaling_curves(rows, options)
     assert [(curve.kind, curve.name, curve.rows, curve.efficiency) for curve in found] == curves
