@@ -14,9 +14,7 @@ def job(number, **changes):
         name="ptdbench-sweep-3d737b7c",
         element=number,
         id=f"12_{number}",
-        label="gpt_tiny_ddp",
         shape=f"{number} nodes x 2 ranks",
-        overrides=["data.path='my books'", "label=ä"],
         directory=f"{number}_gpt_tiny_ddp",
         log=f"/scratch/logs/12_{number}",
     )

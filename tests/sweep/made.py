@@ -100,9 +100,7 @@ class Directory:
                 name=NAME,
                 element=number,
                 id=f"7_{number}" if known else None,
-                label="toy_ddp",
                 shape="2 nodes x 2 ranks",
-                overrides=["model=toy"],
                 directory=self.begin(number).name,
                 log=str(self.path / "logs" / f"7_{number}"),
             )
