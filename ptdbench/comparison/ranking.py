@@ -45,14 +45,10 @@ def interval_text(comparison: Comparison | None, decimals: int) -> str:
     return f" ({comparison.low:.{decimals}f}-{comparison.high:.{decimals}f})"
 
 
-def share_text(share: float) -> str:
-    """Return ``3.1%``, or ``2x and more``."""
-    return f"{share:.1%}" if share <= _MOST else f"{1 + _MOST:.0f}x and more"
-
-
 def detectable_text(detectable: float) -> str:
-    """Return ``3.1% detectable (90% power)``."""
-    return f"{share_text(detectable)} detectable ({POWER:.0%} power)"
+    """Return ``3.1% detectable (90% power)``, or ``2x and more detectable (90% power)``."""
+    share = f"{detectable:.1%}" if detectable <= _MOST else f"{1 + _MOST:.0f}x and more"
+    return f"{share} detectable ({POWER:.0%} power)"
 
 
 def _detected(share: float) -> str:

@@ -138,6 +138,9 @@ class Operation:
     prepare: Callable[[GroupRank, int], Message]  #: Creates a rank's message of so many elements, per share if any.
     has_shares: bool = False  #: Whether each rank holds a share of the whole.
     reduces: bool = False  #: Whether it sums.
+    #: Bus bandwidth, the rate of the slowest link, over bytes per second, for a number of ranks, as nccl-tests defines
+    #: it (``doc/PERFORMANCE.md``, ``src/gather.cu`` and ``src/scatter.cu``); ``None`` if no data move.
+    bus_factor: Callable[[int], float] | None = lambda ranks: 1.0
 
     def count(self, size: int, ranks: int, item_bytes: int) -> int:
         """Return the elements, at least one, of a message of about ``size`` bytes, per share if there are shares."""
@@ -230,16 +233,24 @@ def _all_to_all(at: GroupRank, count: int) -> Message:
     )
 
 
+def _bus_factor_of_shares(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+_with_shares = partial(Operation, has_shares=True, bus_factor=_bus_factor_of_shares)
+
 OPERATIONS: dict[str, Operation] = {
     "broadcast": Operation(_broadcast),
     "reduce": Operation(_reduce, reduces=True),
-    "all_reduce": Operation(partial(_reduce, to_all=True), reduces=True),
-    "scatter": Operation(_scatter, has_shares=True),
-    "gather": Operation(_gather, has_shares=True),
-    "all_gather": Operation(partial(_gather, to_all=True), has_shares=True),
-    "reduce_scatter": Operation(_reduce_scatter, has_shares=True, reduces=True),
-    "all_to_all": Operation(_all_to_all, has_shares=True),
-    "barrier": Operation(lambda at, _: Message(partial(dist.barrier, at.group))),
+    "all_reduce": Operation(
+        partial(_reduce, to_all=True), reduces=True, bus_factor=lambda ranks: 2 * (ranks - 1) / ranks
+    ),
+    "scatter": _with_shares(_scatter),
+    "gather": _with_shares(_gather),
+    "all_gather": _with_shares(partial(_gather, to_all=True)),
+    "reduce_scatter": _with_shares(_reduce_scatter, reduces=True),
+    "all_to_all": _with_shares(_all_to_all),
+    "barrier": Operation(lambda at, _: Message(partial(dist.barrier, at.group)), bus_factor=None),
 }
 
 

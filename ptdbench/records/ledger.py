@@ -30,9 +30,7 @@ class Job(Struct, frozen=True):
     name: str  #: The unique name of its array in the queue.
     element: int | None  #: Its index in the array; ``None`` for a single job.
     id: str | None  #: SLURM's job id, ``123`` or ``123_0``; ``None`` before it is known.
-    label: str  #: A short label of the run.
     shape: str  #: Nodes and ranks, as text.
-    overrides: list[str]  #: The overrides typed for this run.
     directory: str  #: The run's directory, below the sweep's.
     log: str  #: Folder of the ranks' output, with ``%j`` for an id that is not known yet.
     step: int | None = None  #: The run's index among those of its job; ``None`` if it is the only one.

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 
@@ -173,7 +173,7 @@ def of_rows(order: Ranking, named: Sequence[str]) -> list[str]:
         *_devices(places),
         *_out_of_turn(places),
         *_reasons(places),
-        *(f"no MFU: {reason}" for reason in _each_once(run.metrics.mfu_reason for run in ranked)),
+        *(f"no MFU: {reason}" for reason in dict.fromkeys(run.metrics.mfu_reason for run in ranked) if reason),
         *_ceiling_remarks(by_name),
         *_of_losses([(name, run) for name, run in by_name if run.status == "ok"]),
         *(
@@ -241,11 +241,6 @@ def _reasons(places: Sequence[tuple[str, Standing]]) -> list[str]:
     alike = grouped(dict.fromkeys(failed))
     named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
     return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
-
-
-def _each_once(remarks: Iterable[str | None]) -> list[str]:
-    """Return the recorded remarks, each once if several runs have the same."""
-    return [text for text in dict.fromkeys(remarks) if text]
 
 
 def _ceiling_remarks(records: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ptdbench.grouping import grouped
 from ptdbench.launch.world import Peer
-from ptdbench.measure import bandwidth, results
+from ptdbench.measure import results
 from ptdbench.report.text import MISSING, drawn, figure_text, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import size_text, three_digits, time_text
@@ -119,16 +119,15 @@ def p2p_tables(p2p: results.P2P, width: int) -> str:
 
 
 def collectives_tables(collectives: results.Collectives, width: int) -> str:
-    """Render times and bandwidths by size, and what the bandwidths mean."""
+    """Render times and bandwidths by size."""
     groups = collectives.groups
     title = f"{plural(len(groups), 'group')} of {plural(len(groups[0]), 'rank')}"
     if len(groups) > 1:
         title += f" ({collectives.group}), at the same time"
     table = f"{title}; every result was checked\n{_sizes(collectives.results, width)}"
-    remarks = [*_definitions(collectives, width)]
-    if collectives.left_out:
-        remarks.append(wrap(f"left out, not in this backend: {', '.join(collectives.left_out)}", width))
-    return "\n\n".join([table, "\n".join(remarks)])
+    if not collectives.left_out:
+        return table
+    return "\n\n".join([table, wrap(f"left out, not in this backend: {', '.join(collectives.left_out)}", width)])
 
 
 def _rate(bytes_per_second: float | None) -> str:
@@ -168,16 +167,6 @@ def _sizes(measured: Sequence[results.CollectiveResult], width: int) -> str:
             shown.append(["" if number else name, size, *times, _rate(row.algbw), _rate(row.busbw)])
     thinned = f"\n{len(measured)} figures, not all of them shown: the record has the rest" if every > 1 else ""
     return f"{drawn(headings, shown, width, words=['operation'])}{thinned}"
-
-
-def _definitions(collectives: results.Collectives, width: int) -> Iterator[str]:
-    """Yield how the bandwidths are computed, grouping operations with the same formula."""
-    shown = dict.fromkeys(result.op for result in collectives.results if result.algbw is not None)
-    if shown:
-        ranks = len(collectives.groups[0])
-        yield f"algbw = bytes / median seconds, after {bandwidth.SOURCE}; n = {plural(ranks, 'rank')}"
-    for formula, ops in grouped((f"algbw * {bandwidth.FACTORS[op].formula}", op) for op in shown).items():
-        yield wrap(f"busbw = {formula}: {', '.join(ops)}", width)
 
 
 def check_verdict(check: results.Check, width: int) -> str:

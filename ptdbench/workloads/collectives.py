@@ -10,7 +10,7 @@ import torch.distributed as dist
 from msgspec.structs import asdict
 
 from ptdbench.job import Job, Outcome
-from ptdbench.measure import bandwidth, results, timing
+from ptdbench.measure import results, timing
 from ptdbench.measure.operations import DTYPES, OPERATIONS, GroupRank, unsupported, verify
 from ptdbench.measure.results import CollectiveResult, Series
 from ptdbench.measure.timing import Effort, median_of, summary
@@ -62,7 +62,7 @@ class Collectives(Effort):
     def series(self, without: Sequence[str] = ()) -> Iterator[Series]:
         """Yield all series to measure, except those of the operations ``without``."""
         for op in _listed(self.ops, OPERATIONS):
-            for dtype in _listed(self.dtypes, DTYPES) if op in bandwidth.FACTORS else [None]:
+            for dtype in _listed(self.dtypes, DTYPES) if OPERATIONS[op].bus_factor else [None]:
                 if op not in without:
                     yield Series(op, dtype, "sum" if OPERATIONS[op].reduces else None)
 
@@ -177,15 +177,15 @@ def _measure_series(
 
 def _result(series: Series, size: int, ranks: int, seconds: Sequence[float]) -> CollectiveResult:
     times = summary(seconds)
-    median, moves = median_of(times), series.op in bandwidth.FACTORS
+    rate, bus_factor = size / median_of(times), OPERATIONS[series.op].bus_factor
     return CollectiveResult(
         **asdict(series),
         bytes=size,
         ranks=ranks,
         repetitions=len(seconds),
         seconds=times,
-        algbw=size / median if moves else None,
-        busbw=bandwidth.bus_bandwidth(series.op, size, median, ranks) if moves else None,
+        algbw=rate if bus_factor else None,
+        busbw=rate * bus_factor(ranks) if bus_factor else None,
     )
 
 

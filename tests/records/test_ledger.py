@@ -10,9 +10,8 @@ from ptdbench.records.store import Damaged
 
 def job(number, **changes):
     made = ledger.Job(
-        number=number, name="ptdbench-sweep-3d737b7c", element=number, id=f"12_{number}", label="gpt_tiny_ddp",
-        shape=f"{number} nodes x 2 ranks", overrides=["data.path='my books'", "label=ä"],
-        directory=f"{number}_gpt_tiny_ddp", log=f"/scratch/logs/12_{number}",
+        number=number, name="ptdbench-sweep-3d737b7c", element=number, id=f"12_{number}",
+        shape=f"{number} nodes x 2 ranks", directory=f"{number}_gpt_tiny_ddp", log=f"/scratch/logs/12_{number}",
     )  # fmt: skip
     return replace(made, **changes)
 

@@ -42,7 +42,7 @@ class TestLine:
     def submitted(self, tmp_path: Path, *overrides: str) -> Path:
         cluster = {"cluster": {"name": "slurm", "submit": "wait"}}
         run = self.begun(tmp_path / "sweep" / "0_toy_ddp", ["cluster=slurm", "model=toy"], config=cluster)
-        job = ledger.Job(0, "ptdbench-x", None, "7", "toy_ddp", "1 node", [], "0_toy_ddp", "logs/7")
+        job = ledger.Job(0, "ptdbench-x", None, "7", "1 node", "0_toy_ddp", "logs/7")
         ledger.write(tmp_path / "sweep", ledger.Ledger(["cluster=slurm", "model=toy", *overrides], [job]))
         return run
 

@@ -92,8 +92,8 @@ class Directory:
         """Runs 0 to ``count - 1`` are submitted as elements of job 7, whose id is noted down if it is ``known``."""
         jobs = [
             ledger.Job(
-                number=number, name=NAME, element=number, id=f"7_{number}" if known else None, label="toy_ddp",
-                shape="2 nodes x 2 ranks", overrides=["model=toy"], directory=self.begin(number).name,
+                number=number, name=NAME, element=number, id=f"7_{number}" if known else None,
+                shape="2 nodes x 2 ranks", directory=self.begin(number).name,
                 log=str(self.path / "logs" / f"7_{number}"),
             )
             for number in range(count)

@@ -54,7 +54,7 @@ def sweep_of(written: bytes, result: bytes, progress: bytes = b"") -> str:
             (path / store.RECORD).write_bytes(text)
             (path / PROGRESS).write_bytes(progress)
         names = ("0_toy_ddp", "1_toy_fsdp")
-        jobs = [ledger.Job(0, "ptdbench-x", None, "7", "", "", [], name, folder) for name in names]
+        jobs = [ledger.Job(0, "ptdbench-x", None, "7", "", name, folder) for name in names]
         ledger.write(Path(folder) / "sweep", ledger.Ledger([], jobs))
         (Path(folder) / "sweep" / store.RESULTS).write_bytes(result)
         return shown(Path(folder) / "sweep")

@@ -319,9 +319,8 @@ class TestFollowed:
         composed = compose_all(["cluster=slurm", "model=toy", *words], multirun=True)
         execution.run_all(Agenda.of(composed, asked(*words), tmp_path, None), composed)
         assert happened == ["submitted", "0 known", "submitted", "2 known", "submitted", "4 known"]
-        assert [job.overrides[-1] for job in ledger.read(tmp_path).jobs] == [
-            f"repeat.block={block}" for block in (0, 0, 1, 1, 2, 2)
-        ]
+        records = [store.read_record(tmp_path / job.directory) for job in ledger.read(tmp_path).jobs]
+        assert [record.option("repeat.block", int) for record in records] == [0, 0, 1, 1, 2, 2]
 
     def test_jobs_that_an_earlier_start_left_in_the_queue_are_waited_for_once(self, tmp_path, monkeypatch):
         told = []
