@@ -105,6 +105,7 @@ def test_run_of_ours_needs_and_takes_the_same_under_a_launcher(virtual, environ,
     found, step = record["virtual"], step_time.predicted(read(tmp_path / "logs"), gpus.load("h100"))
     assert record["predicted"]["step_seconds"] == pytest.approx(step.step_seconds, rel=0.01)
     names = ("allocated_bytes", "reserved_bytes")  # rank 0, which checks the run, has its allocator's options too
+    # The peak of four steps varies by 512 bytes from run to run, with a log and without.
     assert [found[name] for name in names] == [pytest.approx(expected[name], rel=1e-6) for name in names]
 
 
