@@ -58,8 +58,8 @@ def attention(device: torch.device, lengths: Sequence[int]) -> Iterator[Work]:
     """Yield causal attention of one sample, forward and backward."""
     for length in lengths:
         shape = 3, 1, HEADS, length, HEAD
-        parts = [part.requires_grad_() for part in torch.randn(shape, device=device, dtype=torch.bfloat16)]
-        forward = partial(F.scaled_dot_product_attention, *parts, is_causal=True)
+        q, k, v = parts = [part.requires_grad_() for part in torch.randn(shape, device=device, dtype=torch.bfloat16)]
+        forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         flops, out = HEADS * length**2 * HEAD, forward()
         backward = partial(torch.autograd.grad, out, parts, torch.randn_like(out), retain_graph=True)
         yield Work("attention", "forward", (length,), 2 * flops, forward)

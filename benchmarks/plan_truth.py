@@ -171,7 +171,8 @@ def plan(words: Sequence[str], *flags: str) -> Plan:
         started = time.perf_counter()
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, text=True)
         while process.poll() is None:
-            pss, processors = map(max, (pss, processors), _used(process.pid))
+            used, spent = _used(process.pid)
+            pss, processors = max(pss, used), max(processors, spent)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
         seconds = time.perf_counter() - started
