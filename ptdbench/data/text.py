@@ -132,7 +132,7 @@ class Text(Sequences):
         # In the file's name, the text's name is for people, and the key for programs.
         name = self.path.name if self.path else f"python-{platform.python_version()}"
         name = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:64]
-        file = self.cache / f"{name}{'-held_out' if held_out else ''}-{key[:16]}.tokens"
+        file = self.cache / f"{name}{'-held_out' if held_out else ''}-{key[:16]}.bin"
         with _as_problem_of("cache", self.cache):
             stored = cached_tokens(file, dtype, lambda: self._pieces(held_out))
         if len(stored.tokens) <= self.sequence_length:

@@ -65,7 +65,7 @@ def test_default_is_the_standard_library(cache):
     source = text(sequence_length=64)
     assert not cache.exists(), "a constructor is light"
     source.prepare()
-    (built,) = cache.glob("*.tokens")
+    (built,) = cache.glob("*.bin")
     assert built.name.startswith(f"python-{sys.version_info.major}.{sys.version_info.minor}")
     words = b" ".join(bytes(row) for row in source.samples(0, 2000)[0].tolist())
     assert b"return" in words
@@ -74,10 +74,10 @@ def test_default_is_the_standard_library(cache):
 
 def test_cache_can_lie_elsewhere_under_ascii_names(file, cache, tmp_path):
     text(file, cache=str(tmp_path / "scratch" / "deep")).prepare()
-    assert list((tmp_path / "scratch" / "deep").glob("book.txt-*.tokens"))
+    assert list((tmp_path / "scratch" / "deep").glob("book.txt-*.bin"))
     assert not cache.exists()
     text(file.rename(file.with_name("täxt =, " + "x" * 200))).prepare()
-    (built,) = cache.glob("*.tokens")
+    (built,) = cache.glob("*.bin")
     assert built.name.isascii()
     assert not set("=, ") & set(built.name)
 
@@ -133,7 +133,7 @@ class TestTokenizer:
         after = text(counting, tokenizer=str(other), sequence_length=3, vocabulary=70_001).samples(0, 1)
         assert before.unique(dim=0).tolist() == [[1, 2, 3], [2, 3, 2]]
         assert [tensor.tolist() for tensor in after] == [[[70_000, 65_535, 3]], [[65_535, 3, 65_535]]]
-        assert len(list(cache.glob("*.tokens"))) == 2
+        assert len(list(cache.glob("*.bin"))) == 2
 
     def test_malformed_text_leaves_no_cache_and_empty_text_is_refused(self, tmp_path, numbers, cache, monkeypatch):
         monkeypatch.setattr("ptdbench.data.corpus._BATCH", 1)  # what comes before it is written
@@ -207,13 +207,13 @@ class TestHeldOut:
 
     def test_each_part_and_each_share_has_its_file(self, folder, cache):
         text(folder, held_out=0.3).prepare()
-        assert sorted(path.name.rpartition("-")[0] for path in cache.glob("*.tokens")) == ["books", "books-held_out"]
-        before = {path: path.stat().st_ino for path in cache.glob("*.tokens")}
+        assert sorted(path.name.rpartition("-")[0] for path in cache.glob("*.bin")) == ["books", "books-held_out"]
+        before = {path: path.stat().st_ino for path in cache.glob("*.bin")}
         text(folder, held_out=0.3, sequence_length=8, seed=7, vocabulary=512).prepare()
-        assert {path: path.stat().st_ino for path in cache.glob("*.tokens")} == before
+        assert {path: path.stat().st_ino for path in cache.glob("*.bin")} == before
         text(folder, held_out=0.5).prepare()
         text(folder).prepare()
-        assert len(list(cache.glob("*.tokens"))) == 5
+        assert len(list(cache.glob("*.bin"))) == 5
 
 
 class TestIdentity:
