@@ -1,7 +1,5 @@
 """Puts ``record.schema.json``, the JSON Schema of a record, into the wheel as it is built."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

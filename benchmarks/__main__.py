@@ -7,8 +7,6 @@ own, whose docstring says what it measures and requires. ``KEEP=1`` in the envir
 ``results.json`` and rewrites the README.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

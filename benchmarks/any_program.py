@@ -11,8 +11,6 @@ out, and count as not working. At least four of five rows must work, and memory 
 published for the same command must be within 3 % of what it reserves here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

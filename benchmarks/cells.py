@@ -1,7 +1,5 @@
 """Matrices of runs: a cell is a layout, which is its row, with the levers of its column."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@
 Good is a median step beside a save of at most 1.03 times one without, and a stall below 0.2 of a blocking save.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import sys

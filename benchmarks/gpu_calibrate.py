@@ -7,8 +7,6 @@ Products, attention, ten families of kernels that memory limits, copies and laun
 can be sent, and is refused for other devices. It takes two minutes, and has not yet run on a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

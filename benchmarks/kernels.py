@@ -7,8 +7,6 @@ numbers of kernels and the memory are exact, and steps are predicted, see docs/p
 change by more than 3 % is bold.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -7,8 +7,6 @@ turns. The sweep has runs of two steps of a small model: its time beyond that of
 Good is a fifth of torchrun's time, and half a second a run.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess

@@ -7,8 +7,6 @@ padded, their optimizer state is not), and messages in operations, calls and byt
 shown; it leaves out ``other``, in which a GPU has cuBLAS's workspaces.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence

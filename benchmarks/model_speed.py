@@ -8,8 +8,6 @@ whole model and torch's fused AdamW. The two alternate; the peak memory is that 
 on a CPU, allocated on a GPU. Good is a ratio below 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

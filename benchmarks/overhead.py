@@ -7,8 +7,6 @@ The three sides (product, bare loop, bare loop again) take turns step by step in
 interval ends below 1.01.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -11,8 +11,6 @@ gradients are compared too; a token meets two of eight and a shared one, and the
 seen. Good is a matrix without ``wrong``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping

@@ -8,8 +8,6 @@ free step's. Good is a trace within 5 points of the difference, or explained by 
 step in no phase.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Mapping

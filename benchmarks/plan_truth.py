@@ -10,8 +10,6 @@ as one without, for the same GPU by a name without costs; and how long a million
 the line proposes fits, and nothing larger does, for nine of them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

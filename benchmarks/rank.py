@@ -1,7 +1,5 @@
 """Run a function, in place of the workload, in the ranks of a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

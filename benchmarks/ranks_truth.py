@@ -14,8 +14,6 @@ Student's t is exact: half of such shares lie above 5 %. A row of identical ones
 in less than 1 of 100 cases at 5 %.
 """
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How many times longer one thing takes than another, with its interval."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 ``parity/`` and ``virtual/`` the matrices of layouts. A benchmark that is started with ``KEEP=1`` stores its figures.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable, Sequence

@@ -8,8 +8,6 @@ test`` fails where a prediction differs by more than 1 % from the ledger: write 
 ``CHANGELOG.md``. The errors themselves are shown, and not required.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -6,8 +6,6 @@ Runs experiments as a person would type them, on two ranks. Good is 97 % of the 
 and fsdp within half a point; and 30 % fewer bits per byte than a bigram model that has counted the same files.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

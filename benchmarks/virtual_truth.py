@@ -16,8 +16,6 @@ Sources: ``benchmarks/llama3_h100_202412_torchtitan.md`` (202412) and ``benchmar
 llama3-8b_h200_202506_trainy-whitefiber.md`` (202506) in pytorch/torchtitan at b5bcd76c6.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

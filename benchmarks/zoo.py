@@ -9,8 +9,6 @@ norms of gradients must be those of one rank; without dropout and stochastic dep
 samples of a step. Good is a matrix without ``wrong``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import traceback

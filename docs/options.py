@@ -4,8 +4,6 @@ A page of docs/options/ holds a line ``<!-- options: GROUP -->``, which :func:`e
 choice's class says about its options stands there too, so that an option is described once: where it is declared.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

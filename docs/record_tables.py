@@ -4,8 +4,6 @@ The source is the types in :mod:`ptdbench.records.schema` and :mod:`ptdbench.mea
 described by the comment beside or above it.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -6,8 +6,6 @@ what it needs when it runs, so that ``--help`` answers at once.
 ``train`` is not one of them: Hydra reads what follows it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

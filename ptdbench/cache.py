@@ -1,7 +1,5 @@
 """The default cache folder for data sets, tokens and measurements, and the cache of measurements for later runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

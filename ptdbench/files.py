@@ -10,8 +10,6 @@ none of that is deleted, overwritten or renamed. All code that deletes a directo
 deletes a tree.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

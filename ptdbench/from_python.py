@@ -1,7 +1,5 @@
 """``ptdbench train`` called from Python, for notebooks and programs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

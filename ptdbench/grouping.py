@@ -1,7 +1,5 @@
 """Groups of values with the same key."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """The local shard of a tensor that is distributed over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

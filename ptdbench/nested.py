@@ -1,7 +1,5 @@
 """Inputs of a model as they are: a tensor, or a tuple or dict of tensors, nested or not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Peaks of GPUs by their data sheets, for utilization on real GPUs and for the speed of virtual ones."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

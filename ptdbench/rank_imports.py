@@ -3,8 +3,6 @@
 A rank that imported any of it by itself would do so in each run of a sweep.
 """
 
-from __future__ import annotations
-
 import multiprocessing.popen_forkserver  # with this and with queues the description of a rank is unpickled
 import multiprocessing.queues  # noqa: F401
 

@@ -4,8 +4,6 @@ A file ``random.py`` or ``types.py`` beside the command would otherwise be taken
 interpreter while it starts: it puts the current folder first for ``-c`` and ``-m``.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

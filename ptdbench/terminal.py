@@ -1,7 +1,5 @@
 """Terminal output: a closed stream does not stop a run, and control characters are escaped."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

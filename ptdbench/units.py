@@ -1,7 +1,5 @@
 """Formatting of figures: digits and a unit."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -6,8 +6,6 @@
 What is killed, when, and what is a fault is in the README. Good is none.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What a victim leaves on the disk, read with ``json`` and NumPy, as the product's own readers may have the fault."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

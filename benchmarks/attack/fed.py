@@ -1,7 +1,5 @@
 """Data for victims with data workers."""
 
-from __future__ import annotations
-
 from ptdbench.data.synthetic import SyntheticVectors
 
 

@@ -1,7 +1,5 @@
 """Rounds on a SLURM cluster of two nodes: the submitter is killed, a rank, or a job's batch step."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

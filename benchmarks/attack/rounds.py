@@ -1,7 +1,5 @@
 """Rounds on this machine: a command, a moment, processes to kill, and checks of what is left."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Attacked commands, and their runs without an attack."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

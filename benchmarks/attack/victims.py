@@ -1,7 +1,5 @@
 """Attacked commands: their processes, the births of their ranks, and processes that are left."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

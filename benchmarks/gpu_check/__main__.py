@@ -11,8 +11,6 @@ earlier results in ``benchmarks/gpu/<device>.json``. Exit status 0: all checks p
 (``ptdbench virtual``) has no numbers and no times to compare.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """The parts of the acceptance run; ``parts.yaml`` says what each covers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

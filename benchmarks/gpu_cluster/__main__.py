@@ -11,8 +11,6 @@ of the run is left on any node, and its record says why. Exit status 0: all chec
 two GPUs.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

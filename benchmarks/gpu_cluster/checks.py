@@ -1,7 +1,5 @@
 """Layouts, links and failures under a launcher, with the command lines of a user."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The processes that a command has started, on every node: ``python -m benchmarks.gpu_cluster.processes MARK``."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

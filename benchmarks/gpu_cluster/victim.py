@@ -1,7 +1,5 @@
 """A model that breaks on purpose and says when: ``model._target_=benchmarks.gpu_cluster.victim.Victim``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Linear layers trained by DeepSpeed on made data in fp16: ``deepspeed_zero.py 2``, or ``3``, for its stage of ZeRO."""
 
-from __future__ import annotations
-
 import sys
 
 import deepspeed

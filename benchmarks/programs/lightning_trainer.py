@@ -1,7 +1,5 @@
 """A transformer trained by Lightning on made data: ``lightning_trainer.py fsdp``, or ``model_parallel``."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A GPT of Megatron-Core, its layers in pure torch, trained on made tokens with tensor parallelism of two."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A Llama of transformers, trained by its Trainer on made tokens, as ``accelerate launch`` has it laid out."""
 
-from __future__ import annotations
-
 import tempfile
 
 import torch

@@ -6,8 +6,6 @@ checkpoint under a final name. A directory with anything else, such as a user's 
 see :mod:`ptdbench.files`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ is a pickle, and an item that is not a tensor is unpickled unchecked. Here the p
 metadata, and other items are rejected.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 from pathlib import Path, PurePath

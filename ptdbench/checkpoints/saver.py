@@ -1,7 +1,5 @@
 """Saving during training: each rank copies its share of the tensors, and a thread writes the copies."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -4,8 +4,6 @@ Names are full names in the model under every layout: a weight is one entry, whe
 replicas or FSDP shards, and can be loaded under another layout and on another number of ranks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands of :mod:`ptdbench.__main__`, a module each, and the arguments that several of them share."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

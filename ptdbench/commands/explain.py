@@ -1,7 +1,5 @@
 """``ptdbench explain outputs/<sweep or run>``: where time and memory of a step went, and why a run is faster."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

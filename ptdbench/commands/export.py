@@ -1,7 +1,5 @@
 """``ptdbench export outputs/<sweep> --best --to fsdp2 > layout.py``: the fastest layout, for another program."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -4,8 +4,6 @@ The options are those of ``train.py``; a list of values makes a row for each. Wi
 one rank of each kind runs on a virtual GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

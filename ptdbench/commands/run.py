@@ -1,7 +1,5 @@
 """``ptdbench run outputs/<run>``: runs the given run directories with their saved configuration, in turn."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``ptdbench sbatch OVERRIDES > job.sh``: a run or a sweep as a plain SLURM script."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

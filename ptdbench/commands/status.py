@@ -1,7 +1,5 @@
 """``ptdbench status outputs/<sweep>``: the status of every run of a sweep."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The alternatives that a sweep compares, each with all its runs, which did the same work."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A step is made of products, memory-bound work, messages and so on. The error of 
 device, so it cancels as far as two steps have the same share of it; what is left of each step's own is the residual.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import permutations

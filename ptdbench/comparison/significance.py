@@ -7,8 +7,6 @@ J. Goeman and E. van Zwet, "Simultaneous confidence intervals for ranks", Biomet
 ``make ranks-truth`` measures the rates of false positives and detections.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

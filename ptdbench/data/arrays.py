@@ -1,7 +1,5 @@
 """Labeled images that fit into memory: a stream and a held-out part from arrays."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence

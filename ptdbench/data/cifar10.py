@@ -1,7 +1,5 @@
 """CIFAR-10: 60,000 photographs of 32x32 pixels in ten classes."""
 
-from __future__ import annotations
-
 import hashlib
 from contextlib import suppress
 from http.client import HTTPException

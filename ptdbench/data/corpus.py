@@ -1,7 +1,5 @@
 """Text on disk: its files and documents, their identity and bytes; and tokens, by a Hugging Face tokenizer."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Handwritten digits included in scikit-learn: real images without a download."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Batches of one rank from a stream of samples, prefetched by worker processes, or for a GPU by a thread."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import shutil

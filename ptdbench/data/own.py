@@ -1,7 +1,5 @@
 """Your own data: a class with ``samples(start, stop)``, or a torch ``Dataset``, as data of ptdbench."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 

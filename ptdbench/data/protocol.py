@@ -1,7 +1,5 @@
 """The protocol of training data."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ torchvision's transforms draw from one global generator. Here the augmentation o
 its number, for any layout and after a resume.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Synthetic data, for measuring a model without the cost of reading a data set."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Synthetic inputs of a Hugging Face model, derived from its class and configuration."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Real text without a download: the Python standard library, or any file or folder, as bytes or as tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

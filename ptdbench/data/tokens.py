@@ -5,8 +5,6 @@ and dtype, the bytes of text that they represent, and their digest. It is writte
 the disk, so that half-written files are never trained on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -4,8 +4,6 @@ torch's SyncBatchNorm refuses CPU tensors. There the same is computed with diffe
 under ddp or fsdp can be compared with a single process on any device.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 from typing import Any, cast

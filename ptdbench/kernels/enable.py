@@ -1,7 +1,5 @@
 """Replacing the losses and batch norms of a model by ours."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -8,8 +8,6 @@ way, none of them twice. This is the idea of Liger Kernel (https://arxiv.org/abs
 torch.compile, which may keep the softmax for the backward pass if it is smaller than the weight's gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

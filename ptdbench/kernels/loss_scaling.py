@@ -1,7 +1,5 @@
 """Loss scaling for fp16 whose ranks skip a step together."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 The kernels are registered as torch operations, which eager and compiled code share.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ row in the L2 cache and writes it once. The vocabulary size is a compile-time co
 does not support loops up to an argument. Import this module only if Triton is installed.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

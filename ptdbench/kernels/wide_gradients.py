@@ -1,7 +1,5 @@
 """fp32 weight gradients for modules that compute with narrow copies: no rounding, and no separate cast."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wrapping the forward of a module in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

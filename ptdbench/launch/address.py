@@ -1,7 +1,5 @@
 """Address of the rendezvous: a host and a port that each rank determines without asking another."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping
 from contextlib import suppress

@@ -4,8 +4,6 @@ Such variables are as often stale as right, so that they count only if ``cluster
 command line, because ranks other than 0 compose no configuration.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterable, MutableMapping
 

@@ -1,7 +1,5 @@
 """Control groups of this process, with which a container or a job limits it (cgroups(7)), v1 or v2."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import suppress

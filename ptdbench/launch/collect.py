@@ -3,8 +3,6 @@
 Never through device memory, where they would wait for the steps in the device's queue and take memory from the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ join its peers over gloo while they wait for it over NCCL. And if a launcher sta
 ranks have none.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from datetime import timedelta

@@ -4,8 +4,6 @@ Python waits indefinitely for non-daemon threads and exit handlers. It also dest
 the destructor of an NCCL group aborts its communicators, which may wait for a kernel that waits for a failed peer.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

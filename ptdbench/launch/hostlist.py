@@ -1,7 +1,5 @@
 """SLURM's shorthand for many nodes: lists of host names, and of the number of tasks on each node."""
 
-from __future__ import annotations
-
 import re
 
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)

@@ -1,7 +1,5 @@
 """The description of itself that every rank shares with the others after the rendezvous."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping

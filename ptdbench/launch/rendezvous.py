@@ -6,8 +6,6 @@ which process groups are made: :class:`Answers` has them. Messages of device mem
 :mod:`ptdbench.virtual.library`.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

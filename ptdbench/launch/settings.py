@@ -1,7 +1,5 @@
 """Settings that affect the results or the speed of a process: environment variables and CPU cores."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,8 +4,6 @@ Each function runs one command, without a shell. If the command fails, it raises
 message.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

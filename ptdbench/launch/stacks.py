@@ -1,7 +1,5 @@
 """Stacks of this process's threads: all of them for the user, and the main thread's place for the watchdog."""
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 import threading

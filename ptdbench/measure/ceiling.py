@@ -3,8 +3,6 @@
 All ranks run at once, as ranks of a node share memory, power and cooling in training too.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

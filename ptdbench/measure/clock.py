@@ -1,7 +1,5 @@
 """Clocks that time steps between ``start`` and ``stop``, and a stopwatch for the milestones of a run."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -4,8 +4,6 @@ On a CPU: the busy time of the cores by the kernel's counters, minus the CPU tim
 that NVML lists.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

@@ -1,7 +1,5 @@
 """Findings: problems in the measurements of a cluster's ranks, in words."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ Requires the package ``nvidia-ml-py``. Values that a GPU or driver does not repo
 initializes CUDA or changes settings.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from typing import Any

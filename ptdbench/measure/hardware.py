@@ -1,7 +1,5 @@
 """The hardware and software of a run: versions, names and commit."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

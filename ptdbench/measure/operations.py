@@ -8,8 +8,6 @@ position, so that a share from the wrong rank, a wrong order, and a missing or d
 result. Sums are integers that the dtype represents exactly, so that any order of additions gives the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial

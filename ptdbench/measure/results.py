@@ -4,8 +4,6 @@ The results of a workload that does not train are in the record field named afte
 them against :class:`Findings`, as a custom workload may store anything.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct

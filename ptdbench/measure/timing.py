@@ -5,8 +5,6 @@ begin while another rank finishes the previous one. Every repetition is timed on
 slowest rank; ranks compare their lists after the block.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The repeated blocks of a module."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

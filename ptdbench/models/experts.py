@@ -1,7 +1,5 @@
 """A mixture of experts: a router that chooses a few experts for each token, the experts, and their weighted sum."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

@@ -1,7 +1,5 @@
 """A GPT-2-style decoder: pre-norm, learned positions, tanh-GELU, causal attention, biases, no dropout."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A Llama-style decoder: RMS norms, rotary positions, SwiGLU, grouped-query attention, no biases, no dropout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -4,8 +4,6 @@ Every tensor is drawn from its own generator, seeded by a hash of the run's seed
 rank fills it and in whichever order.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from itertools import chain

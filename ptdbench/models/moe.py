@@ -1,7 +1,5 @@
 """A decoder with a mixture of experts, which covers Mixtral, Qwen3-MoE and DeepSeek-V2."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal

@@ -6,8 +6,6 @@ share whole heads: trial passes of the module around them with part of their wei
 that takes no part, as it reshapes by a number of heads or slices a fused output, gets the outputs of all ranks.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

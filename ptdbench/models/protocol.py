@@ -1,7 +1,5 @@
 """The protocol of a model, which lets a strategy lay it out without knowing its class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, runtime_checkable

@@ -1,7 +1,5 @@
 """torchvision's residual networks, with the same parameter names, as chains that a pipeline can split."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """A module with slots in place of its units, which a pass computes or stands in for."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

@@ -8,8 +8,6 @@ return tensors of the right shape, and those that the stage needs are received. 
 samples and one mode, with copies of the modules that FSDP, recomputation and compilation handle layer by layer.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ tensors, lists, objects of its own package. A pass that must leave no trace (a t
 restores it; one that repeats another (recomputation) replays it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A small multilayer perceptron on vectors, for experiments."""
 
-from __future__ import annotations
-
 import math
 
 import torch.nn.functional as F

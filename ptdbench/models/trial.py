@@ -1,7 +1,5 @@
 """Trial passes of a module, which leave it unchanged, written weights included."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress

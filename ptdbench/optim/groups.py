@@ -1,7 +1,5 @@
 """Parameter groups by rule: the function of a weight in the model determines its updates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Muon: updates matrices along the orthogonal matrix nearest to their momentum, and all other weights by AdamW."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Learning rate schedules: a factor of ``optimizer.lr`` that depends only on the step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Activations of the layers between the forward and the backward pass: kept, recomputed, or offloaded to the host."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

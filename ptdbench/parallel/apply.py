@@ -1,7 +1,5 @@
 """The ordered transforms of a model or of each of its stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Compilation of a model by torch.compile: part by part, or as one graph."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Conflicts of options, with each other and with a model: a table of conditions, options, rules and remedies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any

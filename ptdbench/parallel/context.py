@@ -6,8 +6,6 @@ values of all positions (:mod:`ptdbench.parallel.ring`). The ranks have differen
 gradients are averaged over them as over replicas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """DistributedDataParallel: replicates a module on every rank and averages gradients during the backward pass."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

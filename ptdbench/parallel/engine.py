@@ -1,7 +1,5 @@
 """The engine: turns a batch into gradients under any layout."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext

@@ -5,8 +5,6 @@ some whole experts and receives all their tokens (Lepikhin et al. 2020, arXiv 20
 exchange the counts first. The other groups hold replicas of each expert, over which FSDP shards it.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence

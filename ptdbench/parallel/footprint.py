@@ -1,7 +1,5 @@
 """Memory footprint of training state on each rank, exact to the byte, without allocating any of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Linear layers whose three matrix products run in fp8, through torchao."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """FSDP2: shards weights, gradients and optimizer state; gathers each layer just before it runs."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The mesh of ranks: who shares what with whom."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -1,7 +1,5 @@
 """The engine of a pipeline: stages on different ranks, driven by a schedule; absent neighbors are simulated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from copy import deepcopy

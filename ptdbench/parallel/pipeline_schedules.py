@@ -1,7 +1,5 @@
 """Pipeline schedules: the order in which the stages process the micro-batches of one pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias

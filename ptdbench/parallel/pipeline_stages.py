@@ -4,8 +4,6 @@ A weight that two stages share has a copy in each, even if both are on one rank:
 would otherwise reduce the gradient twice.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Precision of compute: fp32, tf32, bf16, fp16 with loss scaling, or fp8. Master weights are always fp32."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from functools import partial, wraps

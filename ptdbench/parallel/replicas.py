@@ -1,7 +1,5 @@
 """Comparison of the tensors of several ranks, bit for bit, by checksums and one small message."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from itertools import chain

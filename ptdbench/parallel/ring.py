@@ -8,8 +8,6 @@ Each rank has two pieces of the positions, one from each end (:class:`ptdbench.p
 balances the work under a causal mask.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

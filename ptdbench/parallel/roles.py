@@ -1,7 +1,5 @@
 """The roles of a model's modules."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """The type of ``parallel=<preset>``: splits ranks, batch and model by its options, and lays the model out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ All parameters become DTensors over the group, including replicated ones, so tha
 Modules without a role compute on their local tensors, which are the same on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any

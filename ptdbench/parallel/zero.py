@@ -6,8 +6,6 @@ replica holds only the state of its part. Clipping, loss scaling, schedules and 
 work as without ZeRO-1, and a checkpoint can be resumed under any layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Anchors: measured runs that set the level of the predicted times on their device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 If there are more classes than cores, their ranks run in groups; :func:`merged` combines the records.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain, product

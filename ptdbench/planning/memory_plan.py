@@ -1,7 +1,5 @@
 """The memory that a run will need, and the largest micro-batch that fits, by running it on virtual GPUs."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time

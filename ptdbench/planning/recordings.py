@@ -3,8 +3,6 @@
 A recording depends on the program, and on what kernels and allocations it chooses for a GPU; not on how fast that is.
 """
 
-from __future__ import annotations
-
 import sys
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 A try may be a run on virtual GPUs, or of all ranks in fresh processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

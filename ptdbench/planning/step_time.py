@@ -1,7 +1,5 @@
 """The time of a step, predicted from the logs of the ranks that ran, for a plan or of any program; without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ptdbench.prediction import steps, trace

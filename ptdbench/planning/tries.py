@@ -1,7 +1,5 @@
 """Tries: short runs with one micro-batch, which represent a run; their options, layouts, and missing memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

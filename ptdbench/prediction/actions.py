@@ -1,7 +1,5 @@
 """From the log of a step to the actions that a replay goes through: each with its cost, and its host's."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A pure function of the actions of some ranks. Nothing in it knows a device: :mod
 long an action takes, and the same actions give the same times to the digit on any machine.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """How long a step would take: its log is costed and replayed until steps follow each other as in a long run."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A predicted step as a trace of torch's profiler, for the code that reads a measured one, and for Perfetto."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator

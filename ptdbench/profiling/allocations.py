@@ -10,8 +10,6 @@ A block that one of gloo's threads frees last is counted until its address is re
 threads.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ to torch 2.14 under ``nccl:coalesced``, after a ``record_param_comms`` for each 
 ``c10d::recv_``, even for single messages.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Kinds of GPU kernels, by their names."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping

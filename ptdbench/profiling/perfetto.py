@@ -3,8 +3,6 @@
 In Chrome's Trace Event Format each rank becomes a process, all of them on the clock of rank 0.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ further: an operation can begin only when the last of its ranks has called it, s
 rank, not to the link.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The schedule of a pipeline in a merged trace: which rank computed which micro-batch of which stage, and when."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

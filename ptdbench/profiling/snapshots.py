@@ -1,7 +1,5 @@
 """The largest tensors at the peak of a process's GPU memory, from torch's memory snapshot with Python stacks."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

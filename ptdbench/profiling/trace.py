@@ -8,8 +8,6 @@ On a GPU, NCCL's kernels communicate and all others compute. Idle time before th
 for the host: for its batch, or for the launch of the next kernel.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence

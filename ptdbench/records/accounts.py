@@ -1,7 +1,5 @@
 """Accounts of ranks on virtual GPUs, combined into that of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """What each option of a configuration affects: one table for everything that compares runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache

@@ -4,8 +4,6 @@ When one rank dies, its peers fail within milliseconds because their connection 
 rest. Every rank therefore writes its own report, and :func:`root_cause` selects the error of the run from all of them.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

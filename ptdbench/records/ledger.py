@@ -4,8 +4,6 @@ It is written before the first run begins. Each job array is recorded before and
 killed in between leaves no unknown job.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,8 +9,6 @@ it: two jobs of one run would overwrite each other's checkpoints. Beside the rec
 from other machines.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

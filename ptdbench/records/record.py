@@ -1,7 +1,5 @@
 """The record of a run as it is written: before it starts, after it ends, and when it fails."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence

@@ -5,8 +5,6 @@ has the type declared here. The tables of ``docs/record.md`` are built from this
 ``ptdbench/measure/results.py``: the comment beside or above a field is its description.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

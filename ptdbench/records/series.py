@@ -5,8 +5,6 @@ elsewhere a block may have another number of ranks. Row ``i`` of all blocks toge
 block, left by a killed writer, is ignored by readers and truncated by the next writer.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path

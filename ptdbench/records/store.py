@@ -6,8 +6,6 @@ for a folder that is not writable; and releases its lock with a Python object, w
 process ends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Tables of the time and the memory of a step: several runs, or the ranks of one run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """The output of ``ptdbench explain``: where time and memory of a step went, and why one run is faster than another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What won, for another program: torch's own calls, accelerate's YAML, torchtitan's options, from ``export.yaml``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Labels of runs and environments: how a run is parallelized, and what distinguishes it from others."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

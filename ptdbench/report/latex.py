@@ -1,7 +1,5 @@
 r"""Tables of a report for a paper, in LaTeX with booktabs: ``\input{report}`` in a document."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -5,8 +5,6 @@ even a run that is killed has curves. A service never ends a run: the first erro
 than that the run has ended.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

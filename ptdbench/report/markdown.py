@@ -1,7 +1,5 @@
 """A report in GitHub-flavored Markdown, for pull requests and issues."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The phases of a step, read from a record for all displays, and why a record has none."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Remarks below a table: why runs failed, and what else to know about them besides their figures."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 TensorBoard and logging services get the same scalars from here.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

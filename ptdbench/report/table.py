@@ -1,7 +1,5 @@
 """Final tables: the ranking of training runs, the results of other workloads, and plans."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

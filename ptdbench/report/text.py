@@ -1,7 +1,5 @@
 """Tables, differences and figures as plain text, for terminals and files."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

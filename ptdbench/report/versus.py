@@ -1,7 +1,5 @@
 """Compares two sets of runs, such as before and after a change: what is slower, and what could have been detected."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Virtual runs and plans in tables and lines: virtual runs have no times, and plans predicted ones."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence

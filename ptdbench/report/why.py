@@ -1,7 +1,5 @@
 """Differences between runs: why one is slower than another, phase by phase, in one line."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean

@@ -1,7 +1,5 @@
 """The tables of workloads that do not train: hello, matmul, p2p, collectives and check."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby

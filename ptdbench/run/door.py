@@ -8,8 +8,6 @@ rank. Each rank (:mod:`ptdbench.run.rank`) joins its peers, lays out the model, 
 on one record, which rank 0 writes.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

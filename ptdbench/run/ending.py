@@ -1,7 +1,5 @@
 """The end of a run: which process writes what into its record, and which one ends ranks that would hang."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

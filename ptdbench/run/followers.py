@@ -1,7 +1,5 @@
 """Ranks that a launcher started: rank 0 alone reads the command line, and tells the others which run comes next."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

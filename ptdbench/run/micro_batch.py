@@ -4,8 +4,6 @@ A try is a separate run in a directory below the run's. Like any run, it may end
 whichever was out of memory, and none of them decides anything.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

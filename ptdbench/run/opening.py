@@ -1,7 +1,5 @@
 """A run whose record exists already, opened again: it is checked on the machine that is to execute it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run of any program on virtual GPUs: the program is started in them, and its processes become a record."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence

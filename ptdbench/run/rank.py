@@ -1,7 +1,5 @@
 """A rank's part of a run: its device, its peers, the work, and what it leaves if it fails."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 from functools import partial

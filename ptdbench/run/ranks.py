@@ -1,7 +1,5 @@
 """The ranks of a run on this machine: started, watched, and if one fails, the cause found in what they left."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Checks of a run against its devices: supported precisions, and whether the training state fits into memory."""
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass

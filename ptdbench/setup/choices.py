@@ -1,7 +1,5 @@
 """Builds the object that a config group's choice describes: ``_target_`` called with the options beside it."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Mapping

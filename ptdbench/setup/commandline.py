@@ -3,8 +3,6 @@
 This file contains all uses of Hydra's internals: the grammar of its flags, and how ``--config-dir`` takes effect.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

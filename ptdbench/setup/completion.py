@@ -1,7 +1,5 @@
 """Completion of the options of a command line, which Hydra knows; argcomplete asks for them on behalf of a shell."""
 
-from __future__ import annotations
-
 import argparse
 
 from hydra.core.global_hydra import GlobalHydra

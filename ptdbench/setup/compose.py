@@ -4,8 +4,6 @@ Hydra composes, and ptdbench runs: Hydra itself would compose each job of a swee
 misspelling in the middle of the sweep. Its refusals are explained with the nearest names.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools

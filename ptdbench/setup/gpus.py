@@ -1,7 +1,5 @@
 """GPU models by the names that ``virtual=`` takes, or by a file of one's own, without composing a configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of Hydra's own options: the launcher, the sweeper, and options that would have no effect."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The output directory of a command line, and Hydra's kinds of output: its files, ``--help``, ``--info``, ``--cfg``."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import io

@@ -1,7 +1,5 @@
 """Command lines that resume an earlier one: ``resume=<run>`` and ``sweep.resume=<sweep>``."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shlex

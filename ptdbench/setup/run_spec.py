@@ -4,8 +4,6 @@ Specifying a run starts no process and writes nothing. The process that opens a 
 before anything happens, and keeps a :class:`Summary` in the record; the ranks :func:`build` it from there.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping

@@ -6,8 +6,6 @@ its ``validate_call`` by default converts values (``"5"`` and ``5.0`` pass for 5
 names neither the option as it is typed nor the nearest one.
 """
 
-from __future__ import annotations
-
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The same runs under two interpreters, or at two commits, alternating on this machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Repeats: which are refused, and when ``repeat=auto`` stops; for their order see :func:`ptdbench.setup.runs.order`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Folders have the same path inside as outside, so that the paths in records, chec
 The ranks run the submitting ptdbench, mounted, with the interpreter and the packages of the image.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

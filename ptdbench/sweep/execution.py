@@ -3,8 +3,6 @@
 The runs are those of the command line, or those that one of Hydra's sweepers chooses by the results of earlier ones.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -3,8 +3,6 @@
 :func:`write_script` writes them as a plain script for sbatch, for users who want to see and keep what is run.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Nothing here queries SLURM. Its partitions (:func:`ptdbench.launch.slurm.partiti
 without SLURM the list is empty, and rules that need it do not apply.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Status of a sweep's runs, from its files and the queue alone, so that any shell can ask at any time."""
 
-from __future__ import annotations
-
 import errno
 import re
 import time

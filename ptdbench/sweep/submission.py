@@ -1,7 +1,5 @@
 """Submission of runs to SLURM as job arrays: the script is first tested with SLURM, then submitted unchanged."""
 
-from __future__ import annotations
-
 import secrets
 import shlex
 import sys

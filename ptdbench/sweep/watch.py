@@ -1,7 +1,5 @@
 """Watching a sweep: the table of a sweep that may still be in progress, and following it until its last run ends."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """The checkpoints of a run: resuming from one and writing new ones."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 from pathlib import Path

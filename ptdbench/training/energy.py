@@ -4,8 +4,6 @@ GPU counters are read through NVML. Nothing is read while steps run. For a count
 reason is given.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Evaluation on held-out samples: exact for any number of ranks."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

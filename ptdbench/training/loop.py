@@ -1,7 +1,5 @@
 """The step loop: runs optimizer steps, from gradients to new weights, and times nothing else."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

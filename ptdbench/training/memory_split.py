@@ -1,7 +1,5 @@
 """Memory of a step by purpose, from an extra step in which the profiler records allocations."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext

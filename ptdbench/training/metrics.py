@@ -1,7 +1,5 @@
 """The measured fields of a training run's record."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

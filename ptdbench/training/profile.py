@@ -3,8 +3,6 @@
 These steps continue training, but their weights are not used.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Traces in the directory of a run, clock offsets between ranks, and the ranks of a traced call."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

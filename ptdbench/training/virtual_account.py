@@ -1,7 +1,5 @@
 """The account of a run on virtual GPUs: memory, kernels, messages, and host time."""
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """Reads tables of shared libraries without loading them, by the tools of binutils, which link such libraries too."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

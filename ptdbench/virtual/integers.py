@@ -8,8 +8,6 @@ What ``torch.compile`` turns into kernels of its own is not computed.
 Like :mod:`ptdbench.virtual.watch` this imports nothing but torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import warnings
 from functools import partial

@@ -16,8 +16,6 @@ An unimplemented call is an error that names it. Stubs for this are generated fo
 import, so a newer torch needs no list of ours.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Machines with virtual GPUs, as chosen by ``virtual=``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Starts any program on virtual GPUs, with all of its processes, and reads what they report of themselves."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@
 kind of kernel on numbers with known results; :func:`ptdbench.virtual.library.environment` enables those that pass.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@ of torch's has. The report of a process is a JSON file named after it: it exists
 written again after each step, when memory runs out, and at the end.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math

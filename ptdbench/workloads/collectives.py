@@ -1,7 +1,5 @@
 """The workload ``collectives``: time and correctness of each collective operation at each size."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """The workload ``hello``: every rank reports its location and settings, and all compute one all-reduce."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

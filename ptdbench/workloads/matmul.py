@@ -1,7 +1,5 @@
 """The workload ``matmul``: rates of matrix products on each rank's device, measured on all ranks at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

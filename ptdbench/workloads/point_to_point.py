@@ -5,8 +5,6 @@ clock, and the slower time counts. The latency is half the round trip of a messa
 a message is its round trip minus the latency.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations

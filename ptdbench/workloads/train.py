@@ -1,7 +1,5 @@
 """The workload ``train``: timed optimizer steps, with evaluations and checkpoints between them."""
 
-from __future__ import annotations
-
 import gc
 import random
 import time

@@ -1,7 +1,5 @@
 """Curves of a report: steps and loss, and throughput by number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path

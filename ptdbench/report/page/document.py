@@ -1,7 +1,5 @@
 """A report as one HTML file that needs no network, with all its data as JSON."""
 
-from __future__ import annotations
-
 import html
 import json
 import re
