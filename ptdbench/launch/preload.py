@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import warnings
+from contextlib import suppress
+from multiprocessing import forkserver
 
 from ptdbench.launch.lifetime import die_with_parent
 
@@ -17,7 +19,23 @@ _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 #: The fork server, the process that imported this. A rank whose parent is another process has lost it.
 SERVER = os.getpid()
 
+#: The process that started it.
+_STARTER = os.getppid()
+
+
+def _end(number: int, _: object) -> None:
+    """End as by default, but remove the server's socket and its folder if its starter was killed, and cannot."""
+    address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    if os.getpid() == SERVER and os.getppid() != _STARTER and address:
+        with suppress(OSError):  # the folder is also that of processes that the starter was forked from, or has forked
+            os.unlink(address)
+            os.rmdir(os.path.dirname(address))
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 if sys.platform == "linux":
+    signal.signal(signal.SIGTERM, _end)
     # Otherwise the server would live as long as any rank, and a rank that waits for a peer may live forever.
     # torch.multiprocessing does the same for every rank with respect to the server.
     die_with_parent(signal.SIGTERM)
