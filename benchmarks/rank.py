@@ -60,7 +60,7 @@ def _in_rank(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with rendezvous.process_group(world, spec.backend, device, key=directory) as store:
-        peers.share_cores(world, spec.config.cluster.cpus_per_rank)
+        peers.bind_to_share(world, spec.config.cluster.cpus_per_rank)
         met = peers.gather_peers(world, device)
         dog = Watchdog(world, store, Path(directory), math.inf, lambda *_: None)
         job = Job(spec, world, met, store, device, Path(directory), Stopwatch(time.time()), dog)

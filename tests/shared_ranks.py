@@ -144,7 +144,9 @@ def _serve(place: Mapping[str, str], jobs: Connection) -> None:
         for name in os.environ.keys() - present.keys():
             del os.environ[name]
         os.environ.update({**present, **place})
-        settings.limit_threads(max(1, len(everywhere) // int(place["WORLD_SIZE"])))  # not as the last job left it
+        settings.bind_cores(
+            max(1, len(everywhere) // int(place["WORLD_SIZE"])), everywhere
+        )  # not as the last job left it
         value = io.BytesIO()
         try:
             torch.save(body(*arguments), value)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from ptdbench.checkpoints import checkpoint_dir, safe_load
 from ptdbench.checkpoints.checkpoint_dir import Manifest, Stamp
 from ptdbench.files import lack_of_space
-from ptdbench.launch import rendezvous
+from ptdbench.launch import rendezvous, settings
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import local_part
 
@@ -331,7 +331,9 @@ def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
 
 
 def _lower_priority() -> None:
-    """Lower this thread's CPU and I/O priority."""
+    """Lower this thread's CPU and I/O priority, and let it run on every core of the process."""
+    with suppress(OSError):
+        settings.unbind_thread()
     if sys.platform == "linux":  # elsewhere it would be the whole process
         thread = threading.get_native_id()
         with suppress(OSError, psutil.Error):

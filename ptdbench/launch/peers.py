@@ -14,8 +14,8 @@ from ptdbench.launch.collect import gather
 from ptdbench.launch.world import Peer, World
 
 
-def share_cores(world: World, cores_per_rank: Any) -> None:
-    """Give this rank threads for its share of the node's cores; called in all ranks, and before :func:`gather_peers`.
+def bind_to_share(world: World, cores_per_rank: Any) -> None:
+    """Bind this rank to its share of the node's cores; called in all ranks, and before :func:`gather_peers`.
 
     ``cores_per_rank`` is a number, or ``auto`` for an equal share.
     """
@@ -23,7 +23,7 @@ def share_cores(world: World, cores_per_rank: Any) -> None:
     of_all: list[tuple[tuple[str, str], settings.Cores]] = gather((here, settings.own_cores()))
     neighbors = [rank for rank, (machine, _) in enumerate(of_all) if machine == here]
     of_neighbors, place = [of_all[rank][1] for rank in neighbors], neighbors.index(world.rank)
-    settings.limit_threads(settings.share_of_threads(of_neighbors, place, cores_per_rank, cgroups.cpus()))
+    settings.bind_cores(*settings.share_cores(of_neighbors, place, cores_per_rank, cgroups.cpus()))
 
 
 def gather_peers(world: World, device: torch.device) -> list[Peer]:

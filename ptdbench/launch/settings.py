@@ -4,9 +4,11 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from pathlib import PurePosixPath
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 #: Prefixes of such variables: of torch and its compiler, the libraries below it, communication, threads, and the
@@ -104,29 +106,59 @@ def own_cores() -> Cores:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def share_of_threads(
+def share_cores(
     of_ranks: Sequence[Cores], local_rank: int, per_rank: int | Literal["auto"], quota: float = math.inf
-) -> int:
-    """Return the number of threads of a rank.
+) -> tuple[int, Cores | None]:
+    """Return the number of threads of a rank, and the cores to bind it to.
 
     Args:
         of_ranks: The cores that each rank of the node may run on, by local rank. Ranks that a launcher has bound have
             their own cores; the others share all cores of the node.
         local_rank: The rank in question.
-        per_rank: Number of threads for each rank, or ``auto`` for an equal share.
+        per_rank: Number of cores for each rank, or ``auto`` for an equal share.
         quota: CPU quota of all these ranks together, in cores.
+
+    Returns:
+        ``(threads, cores)``; the cores are ``None`` if the rank's binding stays as it is: no number was requested, or
+        there are not enough cores for every rank.
     """
-    if per_rank != "auto":
-        return per_rank
     allowed = of_ranks[local_rank]
-    sharing = [cores for cores in of_ranks if cores & allowed]
-    return max(1, int(min(len(allowed) / len(sharing), quota / len(of_ranks))))
+    sharing = [rank for rank, cores in enumerate(of_ranks) if cores & allowed]
+    if per_rank == "auto":
+        return max(1, int(min(len(allowed) / len(sharing), quota / len(of_ranks)))), None
+    alike = all(of_ranks[rank] == allowed for rank in sharing)
+    if not alike or len(allowed) < len(sharing) * per_rank:
+        return per_rank, None
+    first = sharing.index(local_rank) * per_rank
+    return per_rank, frozenset(sorted(allowed)[first : first + per_rank])
 
 
-def limit_threads(threads: int) -> None:
-    """Limit this process to some number of threads."""
+def bind_cores(threads: int, cores: Cores | None) -> None:
+    """Limit this process to ``threads`` threads, and bind it to ``cores`` unless ``None``."""
     import torch
 
+    _original_cores()
     # Both: torch may have fixed its number at import, and other libraries read the variable.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
+    if cores and hasattr(os, "sched_setaffinity"):
+        # Every thread: those already running do not follow the main thread to other cores.
+        tasks = Path("/proc/self/task")
+        for thread in [int(path.name) for path in tasks.iterdir()] if tasks.exists() else [0]:
+            with suppress(ProcessLookupError):  # it has ended since it was listed
+                os.sched_setaffinity(thread, cores)
+
+
+def unbind_thread() -> None:
+    """Let the calling thread run on all cores that this process had before :func:`bind_cores`.
+
+    For background work, which would otherwise compete with the steps for a core while another may be idle.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(threading.get_native_id(), _original_cores())
+
+
+@cache
+def _original_cores() -> Cores:
+    """Return the cores that this process could run on originally: :func:`bind_cores` calls this before it binds."""
+    return own_cores()

@@ -110,7 +110,7 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
         rendezvous.process_group(world, spec.backends, device, key, dog.limited, patience),
     ):
         with dog.limited(JOINED):
-            peers.share_cores(world, spec.config.cluster.cpus_per_rank)
+            peers.bind_to_share(world, spec.config.cluster.cpus_per_rank)
             met = peers.gather_peers(world, device)
         watch.lap("rendezvous")
         note = partial(ending.update_record, attempt)

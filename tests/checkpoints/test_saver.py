@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ptdbench.checkpoints import checkpoint_dir, safe_load, saver
 from ptdbench.checkpoints.saver import Saver
+from ptdbench.launch import settings
 from tests.parallel.ranks import on_ranks
 
 
@@ -220,15 +221,17 @@ def test_failure_of_one_rank_is_noted_by_all(alone, tmp_path):
 
 
 def test_only_the_writing_thread_has_lower_priority(alone, tmp_path, weight, monkeypatch):
-    priorities = []
+    priorities, freed = [], []
     monkeypatch.setattr(
         checkpoint_dir,
         "write_manifest",
         lambda *_: priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
     )
+    monkeypatch.setattr(settings, "unbind_thread", lambda: freed.append(threading.current_thread().name))
     before = os.getpriority(os.PRIO_PROCESS, 0)
     keeper = Saver(tmp_path, keep=1)
     keeper.save(1, weight, {}, {})
     keeper.close()
     assert priorities == [min(before + saver._NICE, 19)]
+    assert freed == ["checkpoint"]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before

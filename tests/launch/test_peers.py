@@ -23,7 +23,7 @@ def meet() -> list[list[Peer]]:
     for name, kernel, wanted in (("localhost", own, "auto"), (own, "the same", "auto"), (own, "the same", 1)):
         os.environ["SLURMD_NODENAME"] = name
         peers.boot_id = lambda kernel=kernel: kernel
-        peers.share_cores(world, wanted)
+        peers.bind_to_share(world, wanted)
         found.append(peers.gather_peers(world, torch.device("cpu")))
     return found
 
@@ -33,7 +33,7 @@ def test_ranks_share_cores_and_describe_themselves_to_all(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     seen = on_ranks(3, meet)
     assert seen == [seen[0]] * 3
-    alike, shared, alone = seen[0]
+    alike, shared, bound = seen[0]
     everywhere = sorted(settings.own_cores())
     here = len(everywhere)
     assert [(peer.rank, peer.node) for peer in shared] == list(enumerate(NODES))
@@ -43,4 +43,7 @@ def test_ranks_share_cores_and_describe_themselves_to_all(monkeypatch):
         assert (peer.host, peer.device, peer.cores) == (socket.gethostname(), "cpu", everywhere)
         assert peer.settings["GLOO_SOCKET_IFNAME"] == "lo"
         assert peer.settings["OMP_NUM_THREADS"] == str(peer.threads)
-    assert [peer.threads for peer in alone] == [1, 1, 1]
+    assert [peer.threads for peer in bound] == [1, 1, 1]
+    if here > 1:  # they are bound before they say which cores they have
+        first, second, *_ = everywhere
+        assert [peer.cores for peer in bound] == [[first], [first], [second]]

@@ -1,20 +1,25 @@
 """Variables that change what a process does or how fast, and which cores ranks get and keep to."""
 
+import json
 import math
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
 from ptdbench.launch.settings import (
+    bind_cores,
     defer_sanitizer,
     enable_expandable_segments,
     log_errors_only,
+    own_cores,
     recorded,
-    share_of_threads,
+    share_cores,
 )
+from tests.conftest import ROOT
 
 
 def test_variables_that_change_results_or_speed_are_recorded_without_secrets_and_paths():
@@ -85,28 +90,95 @@ def test_allocator_variable_is_read_after_import():
     assert done.stdout == "expandable_segments:True\n"
 
 
-FOUR = frozenset({0, 1, 2, 3})
+FOUR, ODD = frozenset({0, 1, 2, 3}), frozenset({9, 1, 5, 13})
 SOCKETS = [frozenset({0, 1}), frozenset({2, 3}), frozenset({0, 1}), frozenset({2, 3})]
 OVERLAPPING = [frozenset({0, 1, 2, 3}), frozenset({2, 3, 4, 5})]
 
 
 @pytest.mark.parametrize(
-    ("of_ranks", "wanted", "threads"),
+    ("of_ranks", "wanted", "found"),
     [
-        ([FOUR, FOUR], "auto", 2),
-        ([FOUR, FOUR], 3, 3),
+        # Ranks that are free divide the threads and stay free, but for a number that is asked for.
+        ([FOUR, FOUR], "auto", [(2, None)] * 2),
+        ([FOUR, FOUR], 2, [(2, {0, 1}), (2, {2, 3})]),
+        ([FOUR, FOUR], 1, [(1, {0}), (1, {1})]),
+        ([ODD, ODD], 2, [(2, {1, 5}), (2, {9, 13})]),
         # Ranks that their launcher has bound keep to their cores; here pairs share a socket.
-        ([frozenset({0, 1, 2}), frozenset({4, 5, 6})], "auto", 3),
-        (SOCKETS, "auto", 1),
-        (OVERLAPPING, "auto", 2),
-        ([frozenset({7})] * 3, "auto", 1),  # at least
+        ([frozenset({0, 1, 2}), frozenset({4, 5, 6})], "auto", [(3, None)] * 2),
+        ([frozenset({0, 1, 2}), frozenset({4, 5, 6})], 2, [(2, {0, 1}), (2, {4, 5})]),
+        (SOCKETS, "auto", [(1, None)] * 4),
+        (SOCKETS, 1, [(1, {0}), (1, {2}), (1, {1}), (1, {3})]),
+        # Where cores overlap in part two ranks might be bound to the same core, each counting in its own set.
+        (OVERLAPPING, "auto", [(2, None)] * 2),
+        (OVERLAPPING, 2, [(2, None)] * 2),
+        # Where there are too few nobody is bound, and a rank has one thread at least.
+        ([FOUR, FOUR, FOUR], 2, [(2, None)] * 3),
+        ([frozenset({0})], 4, [(4, None)]),
+        ([frozenset({7})] * 3, "auto", [(1, None)] * 3),
     ],
 )
-def test_cores_of_a_node_are_shared(of_ranks, wanted, threads):
-    shares = [share_of_threads(of_ranks, rank, wanted) for rank in range(len(of_ranks))]
-    assert shares == [threads] * len(of_ranks)
+def test_cores_of_a_node_are_shared(of_ranks, wanted, found):
+    assert [share_cores(of_ranks, rank, wanted) for rank in range(len(of_ranks))] == found
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(math.inf, 2), (3.5, 1), (0.5, 1)])
 def test_cpu_quota_is_shared(quota, threads):
-    assert share_of_threads([FOUR, FOUR], 1, "auto", quota) == threads
+    assert share_cores([FOUR, FOUR], 1, "auto", quota) == (threads, None)
+
+
+binds = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind processes to cores")
+
+#: Binds itself while a thread of its own runs, not at all and then to a core, and tells where each thread may run then.
+BINDS = """
+import json, os, sys, threading
+from ptdbench.launch import settings
+
+go_on = threading.Event()
+threading.Thread(target=go_on.wait, daemon=True).start()
+for wish in (None, frozenset(json.loads(sys.argv[1]))):
+    settings.bind_cores(3, wish)
+    import torch
+    threads = [sorted(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")]
+    everywhere, told = [], threading.Event()
+    # It lives to the end: one that is joined may still be listed, and is gone when it is asked.
+    work = lambda: (settings.unbind_thread(), everywhere.extend(os.sched_getaffinity(0)), told.set(), go_on.wait())
+    threading.Thread(target=work, daemon=True).start()
+    told.wait()
+    main = sorted(os.sched_getaffinity(0))
+    print(json.dumps([torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], threads, sorted(everywhere), main]))
+go_on.set()
+"""
+
+
+@binds
+def test_all_threads_are_bound_and_one_can_be_unbound(environ):
+    cores = sorted(own_cores())
+    command = [sys.executable, "-c", BINDS, json.dumps(cores[-1:])]
+    done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
+    for line, own in zip(done.stdout.splitlines(), (cores, cores[-1:]), strict=True):
+        threads, variable, affinities, everywhere, main = json.loads(line)
+        assert (threads, variable) == (3, "3")
+        assert len(affinities) >= 2
+        assert affinities == [own] * len(affinities)
+        assert (everywhere, main) == (cores, own)
+
+
+@binds
+def test_ended_thread_is_skipped_while_binding(monkeypatch):
+    bound, go_on = [], threading.Event()
+
+    def bind(thread, cores):
+        if thread == threading.get_native_id():
+            raise ProcessLookupError
+        bound.append(thread)
+
+    other = threading.Thread(target=go_on.wait)
+    other.start()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(os, "sched_setaffinity", bind)
+    try:
+        bind_cores(torch.get_num_threads(), own_cores())
+    finally:
+        go_on.set()
+        other.join()
+    assert other.native_id in bound

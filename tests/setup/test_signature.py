@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import collections
 from collections.abc import Sequence
 from pathlib import Path
