@@ -2,12 +2,13 @@
 
 Scalars are written during the run, whenever its ranks drain their steps, and at its end: outside the timed path, and
 even a run that is killed has curves. A service never ends a run: the first error is reported, and nothing more is sent
-than that the run has ended.
+than that the run has ended. TensorBoard's disk may have space again later: it gets what is missing at the end.
 """
 
 import json
 import os
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -84,7 +85,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # Purge steps that a killed start already has.
+        _expect_full_disks()
+        # Purge steps that a killed start, or a file on a full disk, already has.
         self._writer = SummaryWriter(str(start.directory), purge_step=start.first)
         experiment, session_start, self._session_end = hparams(start.hparams, start.metrics)
         content = experiment.value[0].metadata.plugin_data
@@ -111,6 +113,17 @@ class TensorBoard:
         if is_ok:
             self._writer.file_writer.add_summary(self._session_end)
         self._writer.close()
+
+
+def _expect_full_disks() -> None:
+    """Let the thread that writes events fail without a traceback: its writer raises the error again."""
+    before = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__name__ == "_AsyncWriterThread"):
+            before(failed)
+
+    threading.excepthook = hook
 
 
 def none() -> None:
@@ -188,6 +201,7 @@ class Log:
         self._shown = self._evaluated = 0  # number of steps sent, and the step of the last evaluation sent
         self._is_open = self._is_ok = False
         self._failure: Exception | None = None
+        self._is_patient = isinstance(service, TensorBoard)  # retries at the end before it reports an error
 
     def show(self, record: RunRecord, first: int, rows: np.ndarray, evaluations: Sequence[Evaluation]) -> None:
         """Send new points; arguments as for :func:`ptdbench.report.scalars.advance`."""
@@ -202,6 +216,10 @@ class Log:
 
     def finish(self, written: Written, closes: bool = True) -> None:
         """Send the remaining points of the run with this record, and close it unless more is to come."""
+        is_patient, self._is_patient = self._is_patient, False
+        if self._failure and is_patient:  # start a new file, whose steps replace those in the last one
+            self._is_open, self._failure = False, None
+            self._shown = self._evaluated = 0
 
         def send() -> None:
             record = typed(written)
@@ -212,9 +230,16 @@ class Log:
         self._try(send)
         self._is_ok = written["status"] == "ok"
         if closes:
-            self.close()
+            self._close()
 
-    def close(self) -> None:
+    def abort(self, tells: bool = True) -> None:
+        """Close the run as one that failed; ``tells``: report an error that was to be tried again."""
+        if self._failure and self._is_patient and tells:
+            self._report(self._failure)
+        self._is_patient = False
+        self._close()
+
+    def _close(self) -> None:
         """Close the run, even after an error: a service that is back would otherwise show it as running forever."""
         try:
             if self._is_open:
@@ -250,7 +275,8 @@ class Log:
                 step()
         except Exception as error:  # a third-party service may raise anything
             self._failure = error
-            self._report(error)
+            if not self._is_patient:
+                self._report(error)
 
     def _report(self, error: Exception) -> None:
         cause = f"{type(error).__name__}: {first_line(error)}"

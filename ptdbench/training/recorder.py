@@ -86,10 +86,10 @@ class Recorder:
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Close the logs if the run fails on this rank; otherwise they get the outcome elsewhere."""
+        """Abort the logs if the run fails on this rank; otherwise they get the outcome elsewhere."""
         if failed:
             for log in self.logs:
-                log.close()
+                log.abort(tells=not issubclass(failed, OSError))  # a full disk, which the run's own error reports
 
     @property
     def due(self) -> bool:

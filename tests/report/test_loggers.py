@@ -79,10 +79,10 @@ class TestLog:
 
     def test_one_that_breaks_off_has_failed(self, tmp_path):
         service = Kept()
-        shown(service, tmp_path).close()
+        shown(service, tmp_path).abort()
         assert service.calls[-1] == "end False"
         unopened = Kept()
-        Log(unopened, tmp_path).close()
+        Log(unopened, tmp_path).abort()
         assert unopened.calls == []
 
     @pytest.mark.parametrize("fails_at", range(5))
@@ -95,11 +95,13 @@ class TestLog:
         rest = "the run goes on without it; TensorBoard and the record have everything"
         assert capsys.readouterr().err == f"logger: kept failed: ConnectionError: gone; {rest}\n"
 
-    def test_where_tensorboard_fails_only_the_record_has_everything(self, tmp_path, capsys):
+    @pytest.mark.parametrize("end", [lambda log: log.finish(RECORD.written), Log.abort], ids=["finish", "abort"])
+    def test_where_tensorboard_fails_only_the_record_has_everything(self, tmp_path, capsys, end):
         (tmp_path / "no folder").touch()
         log = Log(loggers.TensorBoard(), tmp_path / "no folder")
         log.show(RECORD, 0, rows()[:1], [])
-        log.finish(RECORD.written)
+        assert capsys.readouterr().err == ""  # the disk may have room again
+        end(log)
         told = "logger: tensorboard failed: …; the run goes on without it; the record has everything"
         assert capsys.readouterr().err.splitlines() == [Abridged(told)]
 

@@ -167,13 +167,35 @@ def test_all_runs_declare_the_same_columns(tmp_path):
     assert ("", "summary/throughput") in of_success[1]
 
 
+@pytest.mark.parametrize("looks", [1, 2])
+def test_what_was_written_before_the_disk_was_full_is_there_once(tmp_path, monkeypatch, capsys, looks):
+    series.write(tmp_path / series.NAME, [rows()])
+    send, sent = TensorBoard.send, []
+
+    def full(self, *arguments):
+        send(self, *arguments)
+        sent.append(arguments)
+        if len(sent) == looks:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TensorBoard, "send", full)
+    live = log(tmp_path)
+    live.show(RECORD, 0, rows()[:1], LOOKS[:1])
+    live.show(RECORD, 1, rows()[1:2], [])
+    live.finish(RECORD.written)
+    events = shown(tmp_path)
+    assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
+    assert values(events, "validation/top1") == [(1, 0.25), (3, 0.75)]
+    assert capsys.readouterr().err == ""
+
+
 def test_what_a_killed_start_had_shown_beyond_its_checkpoint_is_replaced(tmp_path):
     killed = log(tmp_path)
     killed.show(RECORD, 0, rows([5.0, 9.0, 9.0]), LOOKS[:1])
-    killed.close()
+    killed.abort()
     going_on = log(tmp_path)  # after step 1
     going_on.show(RECORD, 1, rows()[1:], [])
-    going_on.close()
+    going_on.abort()
     events = shown(tmp_path)
     assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
     assert values(events, "validation/top1") == [(1, 0.25)]  # of the checkpoint, at the step that is replaced
