@@ -79,7 +79,7 @@ class Plan:
     def judged(self, name: str, layouts: int, seconds: float, most: float = math.inf) -> bool:
         """Print how many layouts were answered, and in what time and memory; whether that is as required."""
         answers = sum(record["status"] in ("ok", "oom") and bool(_tries(record)) for record in self.records)
-        taken = f"{self.seconds:.1f} s, {self.processors:.0f} s of the processors"
+        taken = f"{self.seconds:.1f} s, {self.processors:.0f} CPU s"
         figure = f"{answers} of {layouts} answered in {taken}, {self.pss / 1e9:.2f} GB of PSS"
         keep(f"plan {name}", figure)
         memory = "" if most == math.inf else f" and {most / 1e9:.0f} GB"
