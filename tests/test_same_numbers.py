@@ -174,7 +174,7 @@ def test_equal_seeds_give_equal_runs(shared_run):
 @cases("model", [*FEW, *SOME], daily=FEW)
 def test_public_architectures_follow_the_single_process(shared_run, model):
     whole, *others = (shared_run(*ZOO.words(model, column)) for column in ("single", "fsdp", "pdp"))
-    assert min(whole["gradient_norms"]) > 1e-2
+    assert all(norm > 1e-2 for norm in whole["gradient_norms"])  # none without clipping
     for record in others:
         assert record["status"] == "ok", record["error"]
         assert record["losses"] == pytest.approx(whole["losses"], rel=1e-5)
