@@ -7,6 +7,8 @@
 #include "arguments.h"
 
 #include <nccl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 enum { MOST_TENSORS = 8 };
 
@@ -292,6 +294,9 @@ static size_t elements_of_lists(const char *metadata, struct lists l, int depth,
     const char *after_tensors = tensor + l.blocks * l.index_bytes;
     const int *chunk = (const int *)(after_tensors + -(size_t)(after_tensors - metadata) % sizeof *chunk);
     size_t total = 0;
+    uintptr_t end = (uintptr_t)(chunk + blocks_launched) & -(uintptr_t)getpagesize();
+    unsigned char in_memory; /* older metadata is shorter, and may stand at the end of the stack */
+    if (mincore((void *)end, 1, &in_memory)) return 0;
     for (size_t b = 0; b < blocks_launched; b++) {
         int t = l.index_bytes == 1 ? ((const uint8_t *)tensor)[b] : ((const uint16_t *)tensor)[b];
         int64_t left = t < l.tensors ? elements[t] - (int64_t)chunk[b] * CHUNK : 0;
@@ -449,7 +454,7 @@ static const struct {
 static const struct {
     const char *name;
     void (*read)(const char *, struct family *);
-} read[] = {
+} by_function[] = {
     {"::reduce_kernel<", read_reduction},      {"layer_norm", read_norm},
     {"GammaBetaBackward", read_norm},          {"LayerNormForward", read_norm},
     {"RowwiseMoments", read_norm},             {"softmax_warp_", read_softmax},
@@ -468,8 +473,8 @@ const struct family *family_of(const char *name) {
         if (!simple[i].type || f->sizes[0]) f->bytes = simple[i].bytes;
         return f;
     }
-    for (size_t i = 0; i < sizeof read / sizeof *read; i++)
-        if (strstr(name, read[i].name)) return read[i].read(name, f), f;
+    for (size_t i = 0; i < sizeof by_function / sizeof *by_function; i++)
+        if (strstr(name, by_function[i].name)) return by_function[i].read(name, f), f;
     return f;
 }
 
