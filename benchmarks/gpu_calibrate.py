@@ -129,8 +129,11 @@ def _state(device: torch.device) -> dict[str, float | None]:
 
 
 def main() -> int:
-    """Measure all, and write the file."""
+    """Measure all, and write the file; return 2 without a GPU."""
     given = options(__doc__, file=("gpu-costs.json", "the file to write"), seconds=(0.3, "seconds a shape"))
+    if not torch.cuda.is_available():
+        print(f"gpu-calibrate needs a GPU, and torch {torch.__version__} finds none on this machine", file=sys.stderr)
+        return 2
     device, started = torch.device("cuda", 0), time.monotonic()
     of = products(device, SIDES, DEPTHS), attention(device, LENGTHS), memory(device, BYTES), copies(device, BYTES)
     rows = [measured(work, device, given.seconds) for work in chain(*of)]

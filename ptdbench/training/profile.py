@@ -182,16 +182,14 @@ _SETTLING = 0.05
 
 
 @contextmanager
-def profiled(device: torch.device, memory: bool = False, shapes: bool = True) -> Iterator[profile]:
+def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
     """Profile this rank inside the block, with ``memory`` also allocations; the profile can be written after it.
-
-    Without ``shapes`` it ends in a third of the time.
 
     ``torch.profiler.profile`` would import the compiler, which takes a second and a half.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     on_gpu = "cuda" if device.type == "cuda" else None
-    watching = profile(use_device=on_gpu, record_shapes=shapes, use_kineto=True, profile_memory=memory)
+    watching = profile(use_device=on_gpu, record_shapes=True, use_kineto=True, profile_memory=memory)
     with ExitStack() as labels:
         for owner, method, label in _LABELLED:
             labels.enter_context(labelled(owner, method, label))
