@@ -17,12 +17,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 #: What two cores, or a machine without the reader's own files, cannot carry.
 LEFT_OUT = re.compile(
     r"<|/data/|my-branch|old/bin|data\.download|\.\.\.|node_rank|rdzv_endpoint|/home/ada|container\.image|"
-    r"tensorboard|job\.sh|nope|ptdbench (status|report$)"
+    r"tensorboard|job\.sh|nope|ptdbench (status|report$)|my_train|finetune|torchtitan|benchmarks\."
 )
 
 #: Commands that would take long as they stand, and what is added to them.
 SHORTENED = {
-    r"model=gpt_small": "train.steps=2 train.global_batch=4 model.sequence_length=128",
+    r"^(?!.*ptdbench virtual).*model=gpt_small": "train.steps=2 train.global_batch=4 model.sequence_length=128",
     r"model=resnet50": "train.steps=2",
     r"experiment=(?!digits)": "train.steps=20",
     r"n_trials=20": "hydra.sweeper.n_trials=4",
