@@ -18,7 +18,7 @@ from ptdbench.grouping import grouped
 from ptdbench.measure.results import Findings
 from ptdbench.profiling import perfetto
 from ptdbench.records.run_record import RunRecord
-from ptdbench.records.store import RECORD, RESULTS, is_sweep, read_record, read_results
+from ptdbench.records.store import RECORD, RESULTS, is_sweep, read_record, read_results, write_results
 from ptdbench.report import columns, recorded_phases, text, virtual
 from ptdbench.report.columns import Row, Section
 from ptdbench.report.labels import names
@@ -35,10 +35,13 @@ _MOST_LINES, _LONGEST = 60, 200
 def show_results(directory: Path) -> list[RunRecord]:
     """Print the final table of a run or a sweep, and where to read on; return its records.
 
-    Prints nothing if a signal arrived before the first run began.
+    Those of a sweep are also written into one file. Nothing is printed if a signal arrived before the first run began.
     """
     if is_sweep(directory):
         records = read_results(directory, lambda damage: echo(damage, sys.stderr))
+        if records:
+            with suppress(OSError):  # a sweep of someone else
+                write_results(directory, records)
     else:
         records = [read_record(directory)] if (directory / RECORD).exists() else []
     if records:

@@ -50,7 +50,7 @@ def _curve(number: int, run: RunRecord) -> dict[str, object] | None:
 
 
 def _series(run: RunRecord, name: str) -> np.ndarray:
-    """Return a series of a run; empty if only the results of the sweep were kept, or the file is damaged."""
+    """Return a series of a run; empty if its file is missing or damaged."""
     try:
         return Run(run, Path(run.directory)).series(name)
     except (FileNotFoundError, Damaged):
