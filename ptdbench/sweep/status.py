@@ -10,7 +10,7 @@ from pathlib import Path
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.records import ledger, ownership, schema, store
-from ptdbench.records.failure import Failure, of_launcher
+from ptdbench.records.failure import Failure
 from ptdbench.records.ownership import Progress, read_progress
 from ptdbench.records.record import failed
 from ptdbench.records.run_record import RunRecord, typed
@@ -205,7 +205,7 @@ def _record_ends(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str
             kind, message = _end(job, state, begun=owner is not None)
             if "it has saved" in record.error.message:  # and how to resume it
                 message += f"; {record.error.message}"
-            cause = of_launcher(kind, message)
+            cause = Failure(-1, kind, message)
             conclude(directory, job.directory, cause, STATUS_OF.get(kind, "failed"))
 
 
