@@ -94,20 +94,8 @@ class Standing:
         return other.number in self.faster
 
 
-@dataclass(frozen=True)
-class Ranking:
-    """A ranking of alternatives, fastest first; those without a run that is ok come last."""
-
-    places: list[Standing]  #: One for each alternative.
-
-    @property
-    def is_known(self) -> bool:
-        """Whether any comparison with the first place is possible."""
-        return any(place.against_best for place in self.places)
-
-
-def rank(alternatives: Sequence[Alternative]) -> Ranking:
-    """Rank comparable alternatives."""
+def rank(alternatives: Sequence[Alternative]) -> list[Standing]:
+    """Rank comparable alternatives, fastest first; those without a run that is ok come last."""
     level = level_of(run for alternative in alternatives for run in alternative.runs)
     ok = [alternative for alternative in alternatives if alternative.sample]
     samples = [alternative.sample for alternative in ok]
@@ -129,10 +117,10 @@ def rank(alternatives: Sequence[Alternative]) -> Ranking:
             number=number,
             faster=faster[number],
         ))  # fmt: skip
-    return Ranking([*places, *(Standing(failed) for failed in alternatives if not failed.sample)])
+    return [*places, *(Standing(failed) for failed in alternatives if not failed.sample)]
 
 
-def of_models(alternatives: Iterable[Alternative]) -> list[Ranking]:
+def of_models(alternatives: Iterable[Alternative]) -> list[list[Standing]]:
     """Rank each group of :func:`ptdbench.comparison.alternatives.comparable` separately."""
     return [rank(group) for group in comparable(alternatives)]
 
@@ -149,9 +137,9 @@ def _in_order(faster: Sequence[set[int]], means: Sequence[float]) -> Iterator[in
         yield number
 
 
-def remark(ranking: Ranking) -> str | None:
+def remark(places: Sequence[Standing]) -> str | None:
     """Summarize the certainty of the order in one line; ``None`` for a single place."""
-    ranked = [place for place in ranking.places if place.rank]
+    ranked = [place for place in places if place.rank]
     if len(ranked) < 2:
         return None
     counts = [len(place.alternative.sample) for place in ranked]

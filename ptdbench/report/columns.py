@@ -10,7 +10,7 @@ from typing import Any
 
 from ptdbench.comparison import predictions, ranking
 from ptdbench.comparison.alternatives import Alternative, sweep_of
-from ptdbench.comparison.ranking import Ranking, Standing, interval_text, margin_text
+from ptdbench.comparison.ranking import Standing, interval_text, margin_text
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import remarks, text, virtual, why
 from ptdbench.report.labels import names, title
@@ -191,25 +191,17 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def predicted() -> list[text.Column[Row]]:
-    """Return the columns of the predicted steps of plans, which are always shown."""
+_NAMED = {column.name: column for column in COLUMNS}
 
-    def figure(
-        heading: str, value: Callable[[Row], Any], write: Callable[[Any], str] = three_digits
-    ) -> text.Column[Row]:
-        return text.Column(heading, lambda row: figure_text(value(row), write), is_text=write is str)
-
-    def against_best(row: Row) -> str:
-        return figure_text(row.place.ratio, "{:.2f}x".format) + interval_text(row.place.against_best, 2)
-
-    return [
-        figure("#", lambda row: row.place.rank, lambda ends: "-".join(map(str, dict.fromkeys(ends)))),
-        text.Column("vs best (95 %)", against_best),
-        replace(figure("tokens/s", attrgetter("run.predicted.tokens_per_second")), drop_order=12),
-        figure("step ms", attrgetter("run.predicted.step_seconds"), _milliseconds),
-        figure("MFU", attrgetter("run.predicted.mfu"), _PERCENT),
-        figure("bound by", attrgetter("run.predicted.bound_by"), str),
-    ]
+#: The columns of predicted steps in tables of plans, which are omitted last.
+PREDICTED = (
+    _NAMED["rank"],
+    replace(_NAMED["ratio"], heading="vs best (95 %)", drop_order=None),
+    _figure("tokens/s", "predicted_rate", attrgetter("run.predicted.tokens_per_second"), three_digits, drop_order=12),
+    replace(_NAMED["predicted_ms"], heading="step ms", drop_order=None),
+    _figure("MFU", "predicted_mfu", attrgetter("run.predicted.mfu"), _PERCENT),
+    replace(_NAMED["bound_by"], drop_order=None),
+)
 
 
 #: Maximum number of runs to explain below a table; ``ptdbench explain`` covers all.
@@ -276,14 +268,13 @@ def unit(records: Iterable[RunRecord]) -> str:
     return "tokens" if any(map(any, rates)) else "samples"
 
 
-def _section(ranked: Ranking) -> Section:
-    typical = [place.alternative.median_run for place in ranked.places]
-    named = names(typical)
-    rows = list(map(Row, ranked.places, named))
-    if not any(place.rate for place in ranked.places):
+def _section(places: Sequence[Standing]) -> Section:
+    named = names([place.alternative.median_run for place in places])
+    rows = list(map(Row, places, named))
+    if not any(place.rate for place in places):
         rows = _predicted_order(rows)
     counted = unit(run for row in rows for run in row.runs)
-    return Section(rows, counted, _answer(rows, counted), remarks.of_rows(ranked, named), _why(rows))
+    return Section(rows, counted, _answer(rows, counted), remarks.of_rows(places, named), _why(rows))
 
 
 def _predicted_order(rows: Sequence[Row]) -> list[Row]:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from ptdbench.comparison import ranking
-from ptdbench.comparison.ranking import Ranking, Standing
+from ptdbench.comparison.ranking import Standing
 from ptdbench.grouping import grouped
 from ptdbench.measure.results import OtherLoad
 from ptdbench.records.effects import affects
@@ -159,13 +159,13 @@ _RECIPES = {
 _HELD_BACK = 0.01
 
 
-def of_rows(order: Ranking, named: Sequence[str]) -> list[str]:
+def of_rows(standings: Sequence[Standing], named: Sequence[str]) -> list[str]:
     """Return sentences on the order, failures and measurements of the rows of a table, which are called ``named``."""
-    places = list(zip(named, order.places, strict=True))
+    places = list(zip(named, standings, strict=True))
     by_name = [(name, place.alternative.median_run) for name, place in places]
-    records = [run for place in order.places for run in place.alternative.runs]
-    ranked = [place.alternative.median_run for place in order.places if place.rank]
-    certainty = ranking.remark(order)
+    records = [run for place in standings for run in place.alternative.runs]
+    ranked = [place.alternative.median_run for place in standings if place.rank]
+    certainty = ranking.remark(standings)
     return [
         *([certainty] if certainty else []),
         *_devices(places),

@@ -156,7 +156,7 @@ def of_plans(records: Sequence[RunRecord], width: int) -> str:
     possible: list[Column[Row]] = [
         Column("layout", attrgetter("name"), is_text=True),
         Column("ranks", lambda row: str(row.run.world_size or MISSING), drop_order=5 if is_timed else None),
-        *columns.predicted(),
+        *columns.PREDICTED,
         *of_memory,
     ]
     shown = [column for column in possible if any(column.cell(row) != MISSING for row in rows)]

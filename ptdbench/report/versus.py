@@ -191,21 +191,14 @@ def status(comparison: Versus, threshold: float | None) -> int:
     Returns:
         1: a configuration fails or is slower. 3: there are not enough data to exclude that. 0: none is.
     """
-    if any(pair.verdict in _FAILING or _is_slower(pair, threshold or 0.0) for pair in comparison.pairs):
-        return 1
-    if threshold is not None and any(pair.losses for pair in comparison.pairs):
-        return 1
-    return 3 if any(_is_open(pair, threshold) for pair in comparison.pairs) else 0
+    outcomes = {_outcome(pair, threshold) for pair in comparison.pairs}
+    return next((outcome for outcome in (1, 3) if outcome in outcomes), 0)
 
 
 def gate(comparison: Versus, threshold: float) -> list[str]:
     """Return why a gate with a threshold does not pass, unless the verdicts say so."""
     other = [pair.label for pair in comparison.pairs if pair.losses]
-    unsure = [
-        pair.label
-        for pair in comparison.pairs
-        if pair.known and pair.verdict not in _FAILING and not _is_slower(pair, threshold) and _is_open(pair, threshold)
-    ]
+    unsure = [pair.label for pair in comparison.pairs if pair.known and _outcome(pair, threshold) == 3]
     lines = {
         "fails, because it does not train the same on both sides": other,
         f"its runs do not rule out that it is slower by {100 * threshold:.6g}%; try more repeats": unsure,
@@ -213,14 +206,13 @@ def gate(comparison: Versus, threshold: float) -> list[str]:
     return [f"{', '.join(labels)}: {line}" for line, labels in lines.items() if labels]
 
 
-def _is_slower(pair: Pair, threshold: float) -> bool:
-    return pair.verdict == "slower" and pair.known is not None and 1 - pair.known.ratio >= threshold
-
-
-def _is_open(pair: Pair, threshold: float | None) -> bool:
-    if pair.known is None:
-        return pair.verdict == "not enough data"
-    return threshold is not None and pair.known.low <= 1 - threshold
+def _outcome(pair: Pair, threshold: float | None) -> int:
+    """Return the exit status for one pair, see :func:`status`."""
+    is_slower = pair.verdict == "slower" and pair.known and 1 - pair.known.ratio >= (threshold or 0.0)
+    if pair.verdict in _FAILING or is_slower or (threshold is not None and pair.losses):
+        return 1
+    is_open = pair.known.low <= 1 - threshold if pair.known and threshold is not None else False
+    return 3 if is_open or (not pair.known and pair.verdict == "not enough data") else 0
 
 
 def render(comparison: Versus, titles: tuple[str, str], width: int) -> str:
@@ -229,7 +221,7 @@ def render(comparison: Versus, titles: tuple[str, str], width: int) -> str:
     rates = [f"{title} {one}/s" if one else title for title in map(_short, titles)]
     headings = ["configuration", "runs", *rates, "ratio (95%)", "verdict"]
     rankings = chain.from_iterable(map(of_models, comparison.sides))
-    margins = {id(place.alternative): margin_text(place.margin) for ranking in rankings for place in ranking.places}
+    margins = {id(place.alternative): margin_text(place.margin) for places in rankings for place in places}
     rows = []
     for pair in comparison.pairs:
         runs = f"{len(pair.before.sample)}, {len(pair.after.sample)}"
