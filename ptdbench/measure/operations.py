@@ -18,34 +18,23 @@ from torch import Tensor
 
 from ptdbench.virtual.machine import is_virtual
 
-
-@dataclass(frozen=True)
-class Dtype:
-    """A number format."""
-
-    torch: torch.dtype  #: The torch dtype.
-    exact: int  #: The largest ``n`` such that all integers from 0 to ``n`` are represented exactly.
-
-
-def _whole(dtype: torch.dtype) -> Dtype:
-    return Dtype(dtype, torch.iinfo(dtype).max)
-
-
-def _floating(dtype: torch.dtype) -> Dtype:
-    return Dtype(dtype, round(2 / torch.finfo(dtype).eps))
-
-
 #: The formats that gloo and NCCL can both reduce.
-DTYPES: dict[str, Dtype] = {
-    "fp32": _floating(torch.float32),
-    "bf16": _floating(torch.bfloat16),
-    "fp16": _floating(torch.float16),
-    "fp64": _floating(torch.float64),
-    "int8": _whole(torch.int8),
-    "uint8": _whole(torch.uint8),
-    "int32": _whole(torch.int32),
-    "int64": _whole(torch.int64),
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
 }
+
+
+def largest_exact(dtype: torch.dtype) -> int:
+    """Return the largest ``n`` such that all integers from 0 to ``n`` are represented exactly."""
+    return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+
 
 #: Sources send numbers from 1 to this: a prime below 127, so that every dtype represents them.
 _LABELS = 113
@@ -54,7 +43,7 @@ _LABELS = 113
 _SUMMANDS = 13
 
 
-def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
+def sent(source: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the data that ``source`` sends in operations that do not reduce: ``count`` numbers from 1 to 113.
 
     Any two of the first 113 sources differ at every position.
@@ -63,26 +52,26 @@ def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
 
 
 @cache
-def _summed(ranks: int, dtype: Dtype) -> Tensor:
+def _summed(ranks: int, dtype: torch.dtype) -> Tensor:
     """Compute one period of the sum; cached, as it is slow for many ranks."""
     return sum((_contribution(source, ranks, dtype) for source in range(1, ranks)), _contribution(0, ranks, dtype))
 
 
-def _contribution(source: int, ranks: int, dtype: Dtype) -> Tensor:
+def _contribution(source: int, ranks: int, dtype: torch.dtype) -> Tensor:
     """Compute one period of a rank's numbers; any two of 13 ranks in a row differ.
 
     If all ranks together would exceed the dtype, only every n-th rank contributes to an element, and contributors
     rotate after each cycle of numbers: a short message then detects errors of some ranks only.
     """
-    stride = -(-ranks // (dtype.exact // _SUMMANDS))
+    stride = -(-ranks // (largest_exact(dtype) // _SUMMANDS))
     position = torch.arange(_SUMMANDS * stride)
     takes_part = (position // _SUMMANDS + source) % stride == 0
     return torch.where(takes_part, (position + source) % _SUMMANDS + 1, 0)
 
 
-def _stretched(period: Tensor, count: int, dtype: Dtype, device: torch.device) -> Tensor:
+def _stretched(period: Tensor, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ``count`` elements of a periodic sequence."""
-    short = period[:count].to(device, dtype.torch)
+    short = period[:count].to(device, dtype)
     return short.repeat(-(-count // len(short)))[:count]
 
 
@@ -94,7 +83,7 @@ class GroupRank:
     ranks: Sequence[int]  #: Global ranks of the group; the first one is the root of rooted operations.
     index: int  #: This rank's index in the group.
     device: torch.device  #: This rank's device.
-    dtype: Dtype  #: Dtype of the message.
+    dtype: torch.dtype  #: Dtype of the message.
 
     @property
     def root(self) -> int:
@@ -103,7 +92,7 @@ class GroupRank:
 
     def empty(self, count: int) -> Tensor:
         """Return a tensor of ``count`` zeros."""
-        return torch.zeros(count, dtype=self.dtype.torch, device=self.device)
+        return torch.zeros(count, dtype=self.dtype, device=self.device)
 
     def sent(self, source: int, count: int) -> Tensor:
         """Return the pattern that ``source`` sends (:func:`ptdbench.measure.operations.sent`)."""
@@ -231,11 +220,7 @@ def _all_to_all(at: GroupRank, count: int) -> Message:
     )
 
 
-def _bus_factor_of_shares(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-_with_shares = partial(Operation, has_shares=True, bus_factor=_bus_factor_of_shares)
+_with_shares = partial(Operation, has_shares=True, bus_factor=lambda ranks: (ranks - 1) / ranks)
 
 OPERATIONS: dict[str, Operation] = {
     "broadcast": Operation(_broadcast),

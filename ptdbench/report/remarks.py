@@ -4,8 +4,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Hashable, Iterator, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from ptdbench.comparison import ranking
@@ -159,6 +159,40 @@ _RECIPES = {
 _HELD_BACK = 0.01
 
 
+def _passed_ceiling(run: RunRecord) -> str | None:
+    rate, share = run.metrics.ceiling_flops_per_second, run.metrics.share_of_ceiling
+    is_passed = share and rate and share > 1
+    return f"ceiling of {flops_text(rate)} passed; workload=matmul measures it again" if rate and is_passed else None
+
+
+def _data_wait(run: RunRecord) -> str | None:
+    share = run.metrics.data_wait_share or 0.0
+    return f"{share:.0%} of the steps' time was spent waiting for data" if share >= _WAITED else None
+
+
+def _held_back(run: RunRecord) -> str | None:
+    """Return which GPU of a run was held back most."""
+    clocks = run.hardware.clocks or []
+    causes = [(share, cause, gpu.rank) for gpu in clocks for cause, share in (gpu.held_back or {}).items()]
+    if not (held := [cause for cause in causes if cause[0] > _HELD_BACK]):
+        return None
+    share, cause, rank = max(held)
+    more = len({rank for *_, rank in held}) - 1
+    others = f", and {plural(more, 'other')} by less" if more else ""
+    return f"rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"
+
+
+#: What may stand out in a run, each without the name of the run; ``None`` if it does not.
+_OF_RUN: tuple[Callable[[RunRecord], str | None], ...] = (
+    _passed_ceiling,
+    _data_wait,
+    _held_back,
+    attrgetter("remarks.pipeline"),
+    attrgetter("remarks.kernels"),
+    lambda run: run.remarks.cut_short and f"took {run.remarks.cut_short}",
+)
+
+
 def of_rows(standings: Sequence[Standing], named: Sequence[str]) -> list[str]:
     """Return sentences on the order, failures and measurements of the rows of a table, which are called ``named``."""
     places = list(zip(named, standings, strict=True))
@@ -172,19 +206,10 @@ def of_rows(standings: Sequence[Standing], named: Sequence[str]) -> list[str]:
         *_out_of_turn(places),
         *_reasons(places),
         *(f"no MFU: {reason}" for reason in dict.fromkeys(run.metrics.mfu_reason for run in ranked) if reason),
-        *_ceiling_remarks(by_name),
         *_of_losses([(name, run) for name, run in by_name if run.status == "ok"]),
-        *(
-            f"{name}: {share:.0%} of the steps' time was spent waiting for data"
-            for name, run in by_name
-            if (share := run.metrics.data_wait_share or 0.0) >= _WAITED
-        ),
-        *_clock_remarks(by_name),
+        *(f"{name}: {text}" for remark in _OF_RUN for name, run in by_name if (text := remark(run))),
         *load_remarks([(name, place.alternative.runs) for name, place in places]),
-        *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.pipeline)),
-        *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.kernels)),
         *_recipe(records),
-        *(f"{name}: took {said}" for name, run in by_name if (said := run.remarks.cut_short)),
         *(
             f"{name}: checkpoints: {lines[0]}" + (f"; {len(lines) - 1} more on record" if lines[1:] else "")
             for name, place in places
@@ -239,26 +264,6 @@ def _reasons(places: Sequence[tuple[str, Standing]]) -> list[str]:
     alike = grouped(dict.fromkeys(failed))
     named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
     return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
-
-
-def _ceiling_remarks(records: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
-    """Yield the names of runs that exceeded their ceiling."""
-    for label, record in records:
-        rate, share = record.metrics.ceiling_flops_per_second, record.metrics.share_of_ceiling
-        if share and rate and share > 1:
-            yield f"{label}: ceiling of {flops_text(rate)} passed; workload=matmul measures it again"
-
-
-def _clock_remarks(records: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
-    """Yield the names of runs with GPUs that were held back, and the most affected GPU of each."""
-    for label, record in records:
-        clocks = record.hardware.clocks or []
-        causes = [(share, cause, of.rank) for of in clocks for cause, share in (of.held_back or {}).items()]
-        if held := [one for one in causes if one[0] > _HELD_BACK]:
-            share, cause, rank = max(held)
-            more = len({one[2] for one in held}) - 1
-            others = f", and {plural(more, 'other')} by less" if more else ""
-            yield f"{label}: rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"
 
 
 def load_remarks(named: Sequence[tuple[str, Sequence[RunRecord]]]) -> Iterator[str]:

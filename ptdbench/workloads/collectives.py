@@ -155,7 +155,7 @@ def _measure_series(
     """Measure one operation by size."""
     operation, dtype = OPERATIONS[series.op], DTYPES[series.dtype or "fp32"]
     place = member and replace(member, dtype=dtype)
-    item = dtype.torch.itemsize
+    item = dtype.itemsize
     sizes = timing.sizes(options.min_bytes, options.max_bytes, options.factor)
     counts = dict.fromkeys(operation.count(size, ranks, item) for size in sizes) if series.dtype else [0]
     rows: list[CollectiveResult] = []
