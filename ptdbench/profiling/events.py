@@ -12,7 +12,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -84,9 +84,6 @@ LABELED = {DISPATCH: "dispatch", COMBINE: "combine"}
 #: Bytes per element, by torch's type names.
 BYTES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2, "char": 1, "bool": 1}
 
-#: Larger traces are not read: as Python objects they take several times as much memory, in each rank.
-MOST_BYTES = 2**29
-
 #: Messages between two ranks.
 POINT_TO_POINT = ("send", "recv", "send_recv")
 
@@ -132,16 +129,6 @@ class Event:
     def interval(self) -> Interval:
         """The interval from start to end."""
         return self.start, self.end
-
-
-def checked(path: Path, reading: Callable[[Path], T]) -> T:
-    """Read a trace with ``reading``; raise ValueError if the file is not a trace, or is too large."""
-    if (size := path.stat().st_size) > MOST_BYTES:
-        raise ValueError(f"{path} has {size} bytes, more than the {MOST_BYTES} that are read; try profile.steps=1")
-    try:
-        return reading(path)
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a trace of torch's profiler ({type(error).__name__}: {error})") from None
 
 
 def events_of(path: Path) -> list[Event]:

@@ -46,7 +46,8 @@ def read(path: Path) -> list[Pass]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             events = [json.loads(line.rstrip(",\n")) for line in file if CHUNK in line or STEP in line]
-        steps = sorted((event["dur"], event["ts"]) for event in events if _is_step_of_rank_0(event))
+        labels = [event for event in events if event["cat"] == "user_annotation" and event["pid"] < PROCESSES]
+        steps = sorted((event["dur"], event["ts"]) for event in labels if event["name"].startswith(STEP))
         passes = [event for event in events if event["name"].startswith(CHUNK)]
         if not steps or not passes:
             return []
@@ -55,10 +56,6 @@ def read(path: Path) -> list[Pass]:
         return list(_passes(sorted(inside, key=lambda event: event["ts"])))
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError):
         return []
-
-
-def _is_step_of_rank_0(event: dict[str, Any]) -> bool:
-    return bool(event["name"].startswith(STEP) and event["cat"] == "user_annotation" and event["pid"] < PROCESSES)
 
 
 def _of_one_thread_each(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
