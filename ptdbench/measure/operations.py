@@ -112,9 +112,9 @@ class Message:
     """One operation at one size, on one rank."""
 
     call: Callable[[], dist.Work | None]  #: Runs the operation.
-    given: Tensor | None = None  #: This rank's input; ``None`` if it has none.
-    result: Tensor | None = None  #: This rank's result, possibly ``given`` itself; ``None`` if it has none.
-    fill: Callable[[], Tensor] | None = None  #: Content of ``given`` before a call to verify.
+    input: Tensor | None = None  #: This rank's input; ``None`` if it has none.
+    result: Tensor | None = None  #: This rank's result, possibly ``input`` itself; ``None`` if it has none.
+    fill: Callable[[], Tensor] | None = None  #: Content of ``input`` before a call to verify.
     expected: Callable[[], Tensor] | None = None  #: Content of ``result`` after it.
 
 
@@ -143,80 +143,80 @@ _all_gather_tensor: Callable[..., dist.Work | None] = getattr(dist, "all_gather_
 _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def _broadcast(at: GroupRank, count: int) -> Message:
-    data = at.empty(count)
+def _broadcast(rank: GroupRank, count: int) -> Message:
+    data = rank.empty(count)
     return Message(
-        partial(dist.broadcast, data, at.root, at.group),
-        given=data,
+        partial(dist.broadcast, data, rank.root, rank.group),
+        input=data,
         result=data,
-        fill=lambda: at.sent(0, count) if at.index == 0 else at.empty(count),
-        expected=lambda: at.sent(0, count),
+        fill=lambda: rank.sent(0, count) if rank.index == 0 else rank.empty(count),
+        expected=lambda: rank.sent(0, count),
     )
 
 
-def _reduce(at: GroupRank, count: int, to_all: bool = False) -> Message:
-    data = at.empty(count)
-    reduce = dist.all_reduce if to_all else partial(dist.reduce, dst=at.root)
+def _reduce(rank: GroupRank, count: int, to_all: bool = False) -> Message:
+    data = rank.empty(count)
+    reduce = dist.all_reduce if to_all else partial(dist.reduce, dst=rank.root)
     return Message(
-        partial(reduce, data, group=at.group),
-        given=data,
-        result=data if to_all or at.index == 0 else None,
-        fill=lambda: at.contributed(count),
-        expected=lambda: at.summed(count),
+        partial(reduce, data, group=rank.group),
+        input=data,
+        result=data if to_all or rank.index == 0 else None,
+        fill=lambda: rank.contributed(count),
+        expected=lambda: rank.summed(count),
     )
 
 
-def _scatter(at: GroupRank, count: int) -> Message:
-    ranks = len(at.ranks)
-    share = at.empty(count)
-    whole = at.empty(count * ranks) if at.index == 0 else None
+def _scatter(rank: GroupRank, count: int) -> Message:
+    ranks = len(rank.ranks)
+    share = rank.empty(count)
+    whole = rank.empty(count * ranks) if rank.index == 0 else None
     shares = None if whole is None else list(whole.chunk(ranks))
     return Message(
-        partial(dist.scatter, share, shares, at.root, at.group),
-        given=whole,
+        partial(dist.scatter, share, shares, rank.root, rank.group),
+        input=whole,
         result=share,
-        fill=lambda: torch.cat([at.sent(index, count) for index in range(ranks)]),
-        expected=lambda: at.sent(at.index, count),
+        fill=lambda: torch.cat([rank.sent(index, count) for index in range(ranks)]),
+        expected=lambda: rank.sent(rank.index, count),
     )
 
 
-def _gather(at: GroupRank, count: int, to_all: bool = False) -> Message:
-    ranks = len(at.ranks)
-    share = at.empty(count)
-    whole = at.empty(count * ranks) if to_all or at.index == 0 else None
+def _gather(rank: GroupRank, count: int, to_all: bool = False) -> Message:
+    ranks = len(rank.ranks)
+    share = rank.empty(count)
+    whole = rank.empty(count * ranks) if to_all or rank.index == 0 else None
     shares = None if whole is None else list(whole.chunk(ranks))
-    gather = partial(_all_gather_tensor, whole) if to_all else partial(dist.gather, gather_list=shares, dst=at.root)
+    gather = partial(_all_gather_tensor, whole) if to_all else partial(dist.gather, gather_list=shares, dst=rank.root)
     return Message(
-        partial(gather, share, group=at.group),
-        given=share,
+        partial(gather, share, group=rank.group),
+        input=share,
         result=whole,
-        fill=lambda: at.sent(at.index, count),
-        expected=lambda: torch.cat([at.sent(index, count) for index in range(ranks)]),
+        fill=lambda: rank.sent(rank.index, count),
+        expected=lambda: torch.cat([rank.sent(index, count) for index in range(ranks)]),
     )
 
 
-def _reduce_scatter(at: GroupRank, count: int) -> Message:
-    ranks = len(at.ranks)
-    whole, share = at.empty(count * ranks), at.empty(count)
+def _reduce_scatter(rank: GroupRank, count: int) -> Message:
+    ranks = len(rank.ranks)
+    whole, share = rank.empty(count * ranks), rank.empty(count)
     return Message(
-        partial(_reduce_scatter_tensor, share, whole, group=at.group),
-        given=whole,
+        partial(_reduce_scatter_tensor, share, whole, group=rank.group),
+        input=whole,
         result=share,
-        fill=lambda: at.contributed(count * ranks),
-        expected=lambda: at.summed(count * ranks).chunk(ranks)[at.index],
+        fill=lambda: rank.contributed(count * ranks),
+        expected=lambda: rank.summed(count * ranks).chunk(ranks)[rank.index],
     )
 
 
-def _all_to_all(at: GroupRank, count: int) -> Message:
+def _all_to_all(rank: GroupRank, count: int) -> Message:
     """Send from ``a`` to ``b`` the pattern of source ``a * ranks + b``."""
-    ranks = len(at.ranks)
-    given, result = at.empty(count * ranks), at.empty(count * ranks)
+    ranks = len(rank.ranks)
+    outgoing, incoming = rank.empty(count * ranks), rank.empty(count * ranks)
     return Message(
-        partial(dist.all_to_all_single, result, given, group=at.group),
-        given=given,
-        result=result,
-        fill=lambda: torch.cat([at.sent(at.index * ranks + other, count) for other in range(ranks)]),
-        expected=lambda: torch.cat([at.sent(other * ranks + at.index, count) for other in range(ranks)]),
+        partial(dist.all_to_all_single, incoming, outgoing, group=rank.group),
+        input=outgoing,
+        result=incoming,
+        fill=lambda: torch.cat([rank.sent(rank.index * ranks + other, count) for other in range(ranks)]),
+        expected=lambda: torch.cat([rank.sent(other * ranks + rank.index, count) for other in range(ranks)]),
     )
 
 
@@ -233,7 +233,7 @@ OPERATIONS: dict[str, Operation] = {
     "all_gather": _with_shares(partial(_gather, to_all=True)),
     "reduce_scatter": _with_shares(_reduce_scatter, reduces=True),
     "all_to_all": _with_shares(_all_to_all),
-    "barrier": Operation(lambda at, _: Message(partial(dist.barrier, at.group)), bus_factor=None),
+    "barrier": Operation(lambda rank, _: Message(partial(dist.barrier, rank.group)), bus_factor=None),
 }
 
 
@@ -251,13 +251,13 @@ def verify(message: Message, name: str, place: GroupRank) -> None:
     """Run an operation once on a test pattern; raise ArithmeticError with its name if the result is wrong."""
     if message.result is not None:
         message.result.zero_()
-    if message.given is not None and message.fill:
-        message.given.copy_(message.fill())
+    if message.input is not None and message.fill:
+        message.input.copy_(message.fill())
     message.call()
     if message.result is not None and message.expected:
         compare(message.result, message.expected(), name, place.ranks[place.index])
-    if message.given is not None:
-        message.given.zero_()  # unchanged by any number of sums
+    if message.input is not None:
+        message.input.zero_()  # unchanged by any number of sums
 
 
 def compare(result: Tensor, expected: Tensor, name: str, rank: int) -> None:
