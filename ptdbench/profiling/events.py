@@ -64,7 +64,7 @@ def length(intervals: Iterable[Interval]) -> float:
 T = TypeVar("T")
 
 
-def at(moment: float, spans: Sequence[tuple[Interval, T]]) -> T | None:
+def value_at(moment: float, spans: Sequence[tuple[Interval, T]]) -> T | None:
     """Return the value of the sorted interval that contains the moment, if any."""
     place = bisect_right(spans, moment, key=lambda span: span[0][0]) - 1
     return spans[place][1] if place >= 0 and moment < spans[place][0][1] else None
@@ -272,8 +272,8 @@ def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Com
     for kernel in kernels:
         moment = launches.get(kernel.facts.get("correlation"), -math.inf)
         says_all = _NCCL_NAME in kernel.facts and not _is_undirected(kernel.facts)
-        messages = None if says_all else at(moment, groups)
-        calls += [_nccl_call(kernel, facts, at(moment, labels)) for facts in messages or [kernel.facts]]
+        messages = None if says_all else value_at(moment, groups)
+        calls += [_nccl_call(kernel, facts, value_at(moment, labels)) for facts in messages or [kernel.facts]]
     return calls
 
 
@@ -327,7 +327,8 @@ def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str | None) -> Co
     listed = str(facts.get("Process Group Ranks", ""))
     ranks = tuple(map(int, re.findall(r"\d+", listed))) if "..." not in listed else ()
     operation = operation_of(named.lstrip("_"))
-    other = next((int(facts[name]) for name, of in _PEERS.items() if of == operation and name in facts), None)
+    fields = (name for name, sent in _PEERS.items() if sent == operation and name in facts)
+    other = next((int(facts[name]) for name in fields), None)
     return CommCall(
         operation=LABELED[label] if label else operation,
         bytes=elements * item,

@@ -82,10 +82,10 @@ def lines(passes: Sequence[Pass]) -> Iterator[str]:
 
     Idle is the share of the time from the first pass of all ranks to the end of the last without a pass.
     """
-    length = max((one.start + one.seconds for one in passes), default=0.0)
-    for rank, of_rank in sorted(grouped((one.rank, one) for one in passes).items()):
-        has_stages = len({one.stage for one in of_rank}) > 1
-        words = [f"{one.stage if has_stages else ''}{one.kind}{one.microbatch}" for one in of_rank]
+    length = max((chunk.start + chunk.seconds for chunk in passes), default=0.0)
+    for rank, of_rank in sorted(grouped((chunk.rank, chunk) for chunk in passes).items()):
+        has_stages = len({chunk.stage for chunk in of_rank}) > 1
+        words = [f"{chunk.stage if has_stages else ''}{chunk.kind}{chunk.microbatch}" for chunk in of_rank]
         shown = " ".join([*words[:_MOST], *(["..."] if len(words) > _MOST else [])])
-        idle = max(0.0, 1 - sum(one.seconds for one in of_rank) / length)
+        idle = max(0.0, 1 - sum(chunk.seconds for chunk in of_rank) / length)
         yield f"rank {rank}: {shown}, idle {100 * idle:.0f} %"

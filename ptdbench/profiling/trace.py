@@ -21,7 +21,6 @@ from ptdbench.profiling.events import (
     CommCall,
     Event,
     Interval,
-    at,
     calls_of_gloo,
     calls_of_nccl,
     events_of,
@@ -31,6 +30,7 @@ from ptdbench.profiling.events import (
     launches_of,
     subtract,
     union,
+    value_at,
 )
 
 #: The prefix of a step's label, before its number: torch's own, which other tools know.
@@ -209,7 +209,7 @@ def _launched_by(
     end = -math.inf
     for event in events:
         if event.end > end:
-            phase = at(launches.get(event.facts.get("correlation"), event.start), spans) or "forward"
+            phase = value_at(launches.get(event.facts.get("correlation"), event.start), spans) or "forward"
             ran[phase].append((max(event.start, end), event.end))
             end = event.end
     return ran
