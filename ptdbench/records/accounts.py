@@ -40,8 +40,8 @@ def _kernels(account: Virtual, kind: str) -> list[int]:
 
 
 def _joined(lists: Iterable[list[T] | None]) -> list[T] | None:
-    given = [numbers for numbers in lists if numbers is not None]
-    return [*chain(*given)] if given else None
+    present = [numbers for numbers in lists if numbers is not None]
+    return [*chain(*present)] if present else None
 
 
 def _mean(operation: str, accounts: Sequence[Virtual], counts: Sequence[int]) -> Messages:

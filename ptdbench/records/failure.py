@@ -33,23 +33,23 @@ def user_frame(exception: BaseException) -> str:
     from a package, the last frame in an installed package other than torch.
     """
     frames = [*reversed(traceback.extract_tb(exception.__traceback__))]
-    for is_wanted in (_is_own, _is_of_package):
+    for is_wanted in (_is_of_user, _is_of_package):
         for frame in frames:
-            path, here = Path(frame.filename), Path.cwd()
+            path, folder = Path(frame.filename), Path.cwd()
             if path.is_absolute() and is_wanted(path):
-                shown = path.relative_to(here) if here in path.parents else path.name
+                shown = path.relative_to(folder) if folder in path.parents else path.name
                 return f"{shown}:{frame.lineno} in {frame.name}"
     return ""
 
 
-def _is_own(path: Path) -> bool:
+def _is_of_user(path: Path) -> bool:
     return _EXAMPLES in path.parents or not {_PACKAGE, *_INSTALLED, *_LIBRARY}.intersection(path.parents)
 
 
 def _is_of_package(path: Path) -> bool:
     if _PACKAGE in path.parents:
         return False
-    return any(one in path.parents and path.relative_to(one).parts[0] != "torch" for one in _INSTALLED)
+    return any(site in path.parents and path.relative_to(site).parts[0] != "torch" for site in _INSTALLED)
 
 
 #: Characters of a message and of a traceback that are kept; third-party ones may have millions.

@@ -159,14 +159,12 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
         is_new = create_atomically(directory, fill)
     lock(directory, option)
     if not is_new:
-        own = "sweep.resume" if is_sweep(directory) else "resume" if (directory / RECORD).exists() else None
-        if not again and (own or any(directory.glob(f"*/{RECORD}"))):
-            remedy = (
-                f"try {in_shell(own, directory)} to continue it, or another directory"
-                if own
-                else "give another directory"
+        resume = "sweep.resume" if is_sweep(directory) else "resume" if (directory / RECORD).exists() else None
+        if not again and (resume or any(directory.glob(f"*/{RECORD}"))):
+            remedy = f"try {in_shell(resume, directory)} to continue it, or another directory" if resume else ""
+            raise ConfigError(
+                [Problem(option, directory, "it already holds results", remedy or "give another directory")]
             )
-            raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
         with _writable(directory, option):
             fill(directory, directory)
 
@@ -197,10 +195,10 @@ def unlock_all() -> None:
         unlock(directory)
 
 
-def try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
+def try_lock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool:
     """Try to take a lock; return ``True`` also if the file system has no locks, as on some clusters."""
     try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
