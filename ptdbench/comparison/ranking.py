@@ -168,11 +168,9 @@ def answer(named: Sequence[tuple[str, Standing]], unit: str) -> str:
     rest = [(name, place) for name, place in ranked if place.faster]
     if not first or not rest:
         noun = "layout" if len({place.alternative.runs[0].parallel for _, place in ranked}) > 1 else "configuration"
-        resolution, unranked = (
-            _resolution([place for _, place in ranked]),
-            not any(place.against_best for _, place in ranked),
-        )
-        return f"No {noun} is shown to be faster than another: {resolution}{'; repeat=5 ranks them' * unranked}"
+        remedy = "" if any(place.against_best for _, place in ranked) else "; repeat=5 ranks them"
+        resolution = _resolution([place for _, place in ranked])
+        return f"No {noun} is shown to be faster than another: {resolution}{remedy}"
     second, behind = rest[0]
     if len(first) > 1:
         slower = f"{second} is slower" if len(rest) == 1 else f"the others are slower, {second} least"
@@ -184,8 +182,8 @@ def answer(named: Sequence[tuple[str, Standing]], unit: str) -> str:
 
 def _times(place: Standing, reference: str, is_inverse: bool = False) -> str:
     """``0.77x ddp (95 %: 0.71 to 0.83)``; inverse: how many times as fast the first place is."""
-    known = place.against_best
-    ratio, *ends = [place.ratio or 1.0, *([known.low, known.high] if known else [])]
+    best = place.against_best
+    ratio, *ends = [place.ratio or 1.0, *([best.low, best.high] if best else [])]
     if is_inverse:
         ratio, *ends = 1 / ratio, *(1 / end for end in reversed(ends))
     decimals = 3 if ends and ends[1] - ends[0] < 0.02 else 2  # with fewer, the ends might look the same
@@ -201,7 +199,7 @@ def _resolution(ranked: Sequence[Standing]) -> str:
     return each if largest is None else f"with {each}, {_detected(largest)} ({POWER:.0%} power)"
 
 
-def spoken(names: Sequence[str], most: int = 4) -> str:
-    """``ddp, fsdp and tp``; of more than ``most`` names the first ones, and how many others there are."""
-    shown = [*names] if len(names) <= most else [*names[: most - 1], plural(len(names) - most + 1, "other")]
+def spoken(names: Sequence[str]) -> str:
+    """``ddp, fsdp and tp``; of more than four names the first three, and how many others there are."""
+    shown = [*names] if len(names) <= 4 else [*names[:3], plural(len(names) - 3, "other")]
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))

@@ -141,7 +141,7 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
             yield f"memory: {plan.capacity_of}"
 
 
-def measuring(records: Sequence[RunRecord], width: int = 80) -> str:
+def measuring(records: Sequence[RunRecord]) -> str:
     """Return the command that finds the fastest plan, wrapped for a shell; empty if none is known to fit.
 
     It measures the plans that fit; of those with a predicted time only the ones that may be the fastest.
@@ -157,7 +157,7 @@ def measuring(records: Sequence[RunRecord], width: int = 80) -> str:
     if any(name == "cluster.nodes" and value != "1" for name, value in options.items()):
         options = {"cluster": "slurm", **options}
     words = [command(), "-m", *(in_shell(name, value) for name, value in options.items()), "repeat=5"]
-    return " \\\n".join(wrap(" ".join(words), width - 2).splitlines()) if fitting else ""
+    return " \\\n".join(wrap(" ".join(words), 78).splitlines()) if fitting else ""
 
 
 def _stands_for(record: RunRecord) -> str:
