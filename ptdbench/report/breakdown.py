@@ -56,8 +56,8 @@ def compare_memory(record: RunRecord, against: RunRecord, called: str, reference
     if not (ours and theirs):
         return
     if abs(ours.peak - theirs.peak) <= _EQUAL * max(ours.peak, theirs.peak):
-        one, other = (f"{size:,.{decimals(size, 3)}f} MiB" for size in (ours.peak / 2**20, theirs.peak / 2**20))
-        yield f"memory: {called} {one} vs {reference} {other}: within {_EQUAL:.0%}"
+        peak, other = (f"{size:,.{decimals(size, 3)}f} MiB" for size in (ours.peak / 2**20, theirs.peak / 2**20))
+        yield f"memory: {called} {peak} vs {reference} {other}: within {_EQUAL:.0%}"
         return
     parts = {kind: (ours.bytes[kind] - theirs.bytes[kind]) / 2**20 for kind in KINDS}
     yield f"memory: {difference(called, reference, 'MiB', parts, {}, digits=3)}"

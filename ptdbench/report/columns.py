@@ -238,11 +238,13 @@ class Section:
 
     def columns(self, where: str = "terminal") -> list[Column]:
         """Return the columns of a table in a terminal, a file, the page or a paper: those that say anything."""
-        tabled = [one for one in COLUMNS if where in one.tables and (one.always_shown or self._shows(one))]
-        return [replace(one, heading=one.heading.format(unit=self.unit, device=self.device)) for one in tabled]
+        columns = [column for column in COLUMNS if where in column.tables and self._shows(column)]
+        words = {"unit": self.unit, "device": self.device}
+        return [replace(column, heading=column.heading.format(**words)) for column in columns]
 
     def _shows(self, column: Column) -> bool:
-        return any(column.cell(row) != MISSING for row in self.rows) and column.applies(self.rows)
+        has_figures = any(column.cell(row) != MISSING for row in self.rows)
+        return column.always_shown or (has_figures and column.applies(self.rows))
 
     @property
     def device(self) -> str:
@@ -259,7 +261,7 @@ def sections(alternatives: Iterable[Alternative]) -> list[Section]:
 
 def answers(sections: Sequence[Section]) -> list[str]:
     """Return the sentence that answers which row is fastest, of each section; of several, with their names."""
-    return [one.answer if len(sections) == 1 else f"{one.name}: {one.answer}" for one in sections]
+    return [section.answer if len(sections) == 1 else f"{section.name}: {section.answer}" for section in sections]
 
 
 def unit(records: Iterable[RunRecord]) -> str:

@@ -19,7 +19,7 @@ def markdown(title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
     sections = columns.sections(of_sweeps([run for run in runs if run.model]))
     parts = [f"**{_escaped(line)}**" for line in columns.answers(sections)]
     parts += [f"# {_escaped(title)}", _escaped(subtitle)]
-    parts += [part for one in sections for part in _of_model(one)]
+    parts += [part for section in sections for part in _of_model(section)]
     parts += [part for run in runs if not run.model for part in _of_workload(run)]
     for heading, fields in Environments(runs).described().items():
         parts.append(_folded(heading, ["\n".join(f"{name}: {text}" for name, text in fields.items())]))

@@ -45,18 +45,18 @@ def reason(record: RunRecord) -> str:
     message, *output = error.message.split(OUTPUT)
     line = " ".join(message.split())
     line = line if error.type == "ConfigError" or len(line) <= _LIMIT else f"{line[:_LIMIT].rstrip()} ..."
-    text = ": ".join(filter(None, (error.type, line)))
-    said = OUTPUT.join([f"{record.status}{where}: {text or 'no reason on record'}", *output])
+    cause = ": ".join(filter(None, (error.type, line)))
+    text = OUTPUT.join([f"{record.status}{where}: {cause or 'no reason on record'}", *output])
     if error.where:
         path = Path(record.directory) / TRACEBACK
         shown = os.path.relpath(path) if Path.cwd() in path.absolute().parents else path
-        said += f" at {error.where}; the whole traceback is in {shown}"
+        text += f" at {error.where}; the whole traceback is in {shown}"
     if record.precision in ("bf16", "fp16") and "must have the same dtype" in error.message:
-        said += f"; with precision={record.precision} a buffer stays as it is: cast it where it meets activations"
+        text += f"; with precision={record.precision} a buffer stays as it is: cast it where it meets activations"
     if record.kind == "virtual" and record.status == "failed" and error.rank != -1:
-        said += f"; {_ON_VIRTUAL}"
+        text += f"; {_ON_VIRTUAL}"
     remedies = ", ".join(_against_lack_of_memory(record)) if record.status == "oom" else ""
-    return f"{said}; try {remedies}" if remedies else said
+    return f"{text}; try {remedies}" if remedies else text
 
 
 def _against_lack_of_memory(record: RunRecord) -> Iterator[str]:
@@ -112,12 +112,12 @@ def losses_apart(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> str
     sides = [[run for run in side if run.status == "ok" and run.final_loss is not None] for side in (before, after)]
     if not all(sides) or len({(run.steps, _python_that_is_read(run)) for side in sides for run in side}) > 1:
         return None
-    one, other = ([run.final_loss or 0.0 for run in side] for side in sides)
-    gap = max(min(one) - max(other), min(other) - max(one))
-    size, most = max(map(abs, [*one, *other])), rounding(sides[0][0])
+    earlier, later = ([run.final_loss or 0.0 for run in side] for side in sides)
+    gap = max(min(earlier) - max(later), min(later) - max(earlier))
+    size, most = max(map(abs, [*earlier, *later])), rounding(sides[0][0])
     if gap <= most * size:
         return None
-    was, now = (range_text(losses, "{:.6g}".format) for losses in (one, other))
+    was, now = (range_text(losses, "{:.6g}".format) for losses in (earlier, later))
     apart = f"{gap / size:.2g} of it apart, where rounding makes {most:.2g} at most"
     return f"the last loss is {was} before and {now} after: {apart}"
 
@@ -127,10 +127,12 @@ def _of_losses(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
     most = {name: rounding(run) for name, run in named}
     losses = (((run.steps, training(run)), (name, run.final_loss)) for name, run in named)
     for group in grouped(losses).values():
-        known = [(name, loss) for name, loss in group if loss is not None]
-        apart = {name: abs(loss - known[0][1]) / max(abs(known[0][1]), sys.float_info.min) for name, loss in known[1:]}
-        if far := [f"{name} {share:.2g}" for name, share in apart.items() if share > most[name]]:
-            yield f"last loss differs from {known[0][0]}, relative: {listed(far)}"
+        finite = [(name, loss) for name, loss in group if loss is not None]
+        for first, reference in finite[:1]:
+            scale = max(abs(reference), sys.float_info.min)
+            apart = {name: abs(loss - reference) / scale for name, loss in finite[1:]}
+            if far := [f"{name} {share:.2g}" for name, share in apart.items() if share > most[name]]:
+                yield f"last loss differs from {first}, relative: {listed(far)}"
 
 
 def listed(words: Sequence[str]) -> str:
@@ -230,7 +232,8 @@ def _devices(places: Sequence[tuple[str, Standing]]) -> Iterator[str]:
 
     def devices(place: Standing) -> str:
         environments = [run.environment for run in place.alternative.runs if run.throughput]
-        return ", ".join(sorted({str(name) for one in environments if (name := (one.devices or [one.cpu])[0])}))
+        first = ((environment.devices or [environment.cpu])[0] for environment in environments)
+        return ", ".join(sorted({str(name) for name in first if name}))
 
     by_device = grouped((used, label) for label, place in places if (used := devices(place)))
     if len(by_device) > 1:
@@ -262,8 +265,8 @@ def _reasons(places: Sequence[tuple[str, Standing]]) -> list[str]:
     runs = [(label, run) for label, place in places for run in place.alternative.runs]
     failed = [(reason(run), label) for label, run in runs if not run.throughput and not virtual.is_ok(run)]
     alike = grouped(dict.fromkeys(failed))
-    named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
-    return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
+    names = {text: [first, *([plural(len(more), "other")] if more else [])] for text, (first, *more) in alike.items()}
+    return [f"{' and '.join(labels)}: {text}" for text, labels in names.items()]
 
 
 def load_remarks(named: Sequence[tuple[str, Sequence[RunRecord]]]) -> Iterator[str]:

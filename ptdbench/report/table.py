@@ -152,7 +152,7 @@ def of_plans(records: Sequence[RunRecord], width: int) -> str:
     of_memory = [columns.planned(heading, lambda size: three_digits(size / 2**30)) for heading in virtual.PLANNED]
     if is_timed:
         beside = virtual.BESIDE_TIMES
-        of_memory = [replace(one, drop_order=beside.get(one.heading, one.drop_order)) for one in of_memory]
+        of_memory = [replace(column, drop_order=beside.get(column.heading, column.drop_order)) for column in of_memory]
     possible: list[Column[Row]] = [
         Column("layout", attrgetter("name"), is_text=True),
         Column("ranks", lambda row: str(row.run.world_size or MISSING), drop_order=5 if is_timed else None),

@@ -165,8 +165,8 @@ def difference(
     rest = round(total, places) - sum(round(parts[name], places) for name in named)
     shown = [(name, parts[name]) for name in named] + [("rest", rest)] * bool(round(rest, places))
     noted = {name: f" ({note})" for name, note in notes.items() if note}
-    said = [f"{name} {value:+,.{places}f}{noted.get(name, '')}" for name, value in shown]
-    return f"{called} {total:+,.{places}f} {unit} vs {reference}: {', '.join(said)}"
+    texts = [f"{name} {value:+,.{places}f}{noted.get(name, '')}" for name, value in shown]
+    return f"{called} {total:+,.{places}f} {unit} vs {reference}: {', '.join(texts)}"
 
 
 def decimals(value: float, digits: int) -> int:

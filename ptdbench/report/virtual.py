@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from msgspec.structs import astuple
@@ -215,13 +216,15 @@ def _predicted(record: RunRecord, width: int) -> Iterator[str]:
     rate = max(record.virtual.flops or [0]) / 1e12 / step.step_seconds
     rates = f"; {three_digits(rate)} TFLOP/s of matrix products a GPU" if rate else ""
     yield wrap(f"predicted: a step of {times[0]} ({times[1]} to {times[2]}), bound by {step.bound_by}{rates}", width)
-    shown = {PHASES.get(name, name): of for name, of in phases.items() if of > 1e-9}  # others are left by rounding
+    shown = {PHASES.get(name, name): spent for name, spent in phases.items() if spent > 1e-9}  # others: rounding
     for title, seconds in (("made of", parts), ("phases", shown)):
-        rows = [[name, three_digits(1e3 * of), f"{of / sum(seconds.values()):.1%}"] for name, of in seconds.items()]
+        total = sum(seconds.values())
+        rows = [[name, three_digits(1e3 * spent), f"{spent / total:.1%}"] for name, spent in seconds.items()]
         yield drawn([title, "ms", "share"], rows, width, words=[title])
     if step.twice_as_fast:
-        gains = (f"{name} {max(0.0, 1 - of / step.step_seconds):.1%}" for name, of in step.twice_as_fast.items())
-        yield wrap(f"saved of the step if twice as fast: {', '.join(gains)}", width)
+        gains = {name: max(0.0, 1 - seconds / step.step_seconds) for name, seconds in step.twice_as_fast.items()}
+        listed = ", ".join(f"{name} {gain:.1%}" for name, gain in gains.items())
+        yield wrap(f"saved of the step if twice as fast: {listed}", width)
     if step.guessed_bytes:
         yield wrap(f"{size_text(step.guessed_bytes)} that kernels move in this step are a guess", width)
 
@@ -286,8 +289,8 @@ def _messages(virtual: Virtual, step: str, width: int) -> Iterator[str]:
     rows, headings = {name: [*astuple(messages)] for name, messages in sent.items()}, ["calls", "bytes"]
     if first := virtual.first_step:
         first_sent, none = first.messages or {}, Messages(0, 0)
-        both = {name: (sent.get(name, none), first_sent.get(name, none)) for name in (*sent, *first_sent)}
-        rows = {name: [of.calls, of.bytes, of_first.calls, of_first.bytes] for name, (of, of_first) in both.items()}
+        steps = (sent, first_sent)
+        rows = {name: [*chain(*(astuple(step.get(name, none)) for step in steps))] for name in (*sent, *first_sent)}
         headings = ["calls", "bytes", "of the first: calls", "bytes"]
     if rows:
         texts = [[name, *(figure_text(figure, "{:,.0f}".format) for figure in row)] for name, row in rows.items()]

@@ -94,7 +94,6 @@ class TestForms:
         assert report() == (1, [], [told])
         outputs = tmp_path / "outputs"
         outputs.mkdir()
-        (sweep / "results.jsonl").touch()
         for name in ("2026-01-02_sweep", "2026-01-01_sweep"):
             shutil.copytree(sweep, outputs / name)
         (outputs / "2026-01-03_toy_ddp").mkdir()  # a run is no sweep
