@@ -279,7 +279,7 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
     """Return the runs of a resumed sweep whose jobs have not ended: each is left to its job."""
     from ptdbench.sweep import status
 
-    if not line.goes_on or not store.holding(directory, store.RECORD):
+    if not line.goes_on or not store.run_directories(directory):
         return frozenset()
     sweep = status.settle(directory)
     if sweep.silence:

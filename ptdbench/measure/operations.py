@@ -122,7 +122,7 @@ class Message:
 class Operation:
     """A collective operation."""
 
-    prepare: Callable[[GroupRank, int], Message]  #: Creates a rank's message of so many elements, per share if any.
+    prepare: Callable[[GroupRank, int], Message]  #: Creates a rank's message, given its elements, per share if any.
     has_shares: bool = False  #: Whether each rank holds a share of the whole.
     reduces: bool = False  #: Whether it sums.
     #: Bus bandwidth, the rate of the slowest link, over bytes per second, for a number of ranks, as nccl-tests defines

@@ -88,15 +88,15 @@ def describe(exception: BaseException, rank: int) -> Failure:
     Pipeline stages wrap an exception of the model in a bare ``RuntimeError``, which is less informative than its cause;
     then the cause is reported, and the traceback shows both.
     """
-    telling = exception
-    while type(telling) is RuntimeError and telling.__cause__ is not None:
-        telling = telling.__cause__
+    cause = exception
+    while type(cause) is RuntimeError and cause.__cause__ is not None:
+        cause = cause.__cause__
     return Failure(
         rank=rank,
-        type=type(telling).__name__,
-        message=_shortened(said(telling), _LONGEST_MESSAGE),
+        type=type(cause).__name__,
+        message=_shortened(said(cause), _LONGEST_MESSAGE),
         traceback=_shortened("".join(traceback.format_exception(exception)), _LONGEST_TRACEBACK),
-        where=user_frame(telling) or user_frame(exception),
+        where=user_frame(cause) or user_frame(exception),
     )
 
 

@@ -159,7 +159,7 @@ def load(path: str | Path) -> Run | Runs:
 def _of_folder(folder: Path, tell: Callable[[str], object]) -> list[RunRecord]:
     if records := store.read_runs(folder, tell):
         return records
-    if store.holding(folder, store.RECORD):
+    if store.run_directories(folder):
         raise FileNotFoundError(f"{folder}: no record there or below can be read")
     if store.is_sweep(folder):
         raise FileNotFoundError(store.without_runs(folder))

@@ -64,7 +64,7 @@ def begin(
     }
 
 
-#: Fields of a record that were known before the run was started: its configuration's and those of its summary.
+#: Fields of a record that are known before the run starts, from its configuration and its summary.
 _BEFORE_START = (
     "world_size", "kind", "model", "parallel", "global_batch", "precision", "kernels", "parameters",
     "tokens_per_sample", "layout", "variables",

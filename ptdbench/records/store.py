@@ -102,7 +102,7 @@ def read_runs(folder: Path, tell: Callable[[str], object] = lambda _: None) -> l
     skipped.
     """
     records = []
-    for directory in sorted(holding(folder, RECORD), key=_in_order):
+    for directory in sorted(run_directories(folder), key=_in_order):
         try:
             records.append(read_record(directory).with_directory(str(directory)))
         except Damaged as damage:
@@ -129,15 +129,15 @@ def _in_order(path: Path) -> list[tuple[int, str]]:
     return [(len(part), part) if part.isdecimal() else (-1, part) for part in parts]
 
 
-def holding(folder: Path, *names: str) -> list[Path]:
-    """Return the directories at or below a folder that contain a file with one of these names, sorted.
+def run_directories(folder: Path) -> list[Path]:
+    """Return the directories at or below a folder that contain a record, sorted.
 
     Short runs that try a micro-batch are left out. Directories that vanish during the search, such as an old checkpoint
     or one being created, are skipped, which :meth:`pathlib.Path.rglob` does only since Python 3.13.
     """
     directories = []
     for place, folders, files in os.walk(folder):
-        if not {*names}.isdisjoint([*folders, *files]):
+        if RECORD in (*folders, *files):
             directories.append(Path(place))
         folders[:] = [name for name in folders if name != TRIES]
     return sorted(directories)

@@ -148,7 +148,7 @@ def of_ranks(record: RunRecord, called: str, width: int) -> str:
 def _blocks(
     times: Sequence[str], records: Mapping[str, RunRecord], memory: Sequence[str], remarks: Iterable[str], width: int
 ) -> str:
-    """Join the table of times, that of operations, that of memory, and remarks."""
+    """Join the tables of times, operations and memory, and remarks."""
     taken = [*times, *_profiled(records.values(), width)]
     blocks = [taken, list(_operations(records, width)), memory, [wrap(remark, width) for remark in remarks]]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)

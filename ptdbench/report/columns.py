@@ -46,7 +46,7 @@ class Column(text.Column[Row]):
     field: str = ""  #: Its name in the rows of the page, if different.
     higher_is_better: bool = False  #: Whether the largest figure is the best one.
     always_shown: bool = False  #: Whether every table has it, even without figures.
-    #: Whether it says anything about these rows, which have a figure in it.
+    #: Whether it is of interest for these rows, some of which have a figure in it.
     applies: Callable[[Sequence[Row]], bool] = lambda rows: True
     tables: tuple[str, ...] = ("terminal", "file", "page", "paper")  #: Where tables have it.
     #: What the title of a table without room for it says of its text, if all rows have the same.
@@ -280,7 +280,7 @@ def _section(places: Sequence[Standing]) -> Section:
 
 
 def _predicted_order(rows: Sequence[Row]) -> list[Row]:
-    """Return rows of which none was measured in the order of their predicted steps, without a measured rate."""
+    """Order rows without any measurement by their predicted steps; their rates stay unknown."""
     of_run = {id(row.run): row for row in rows}
     places = [(place, of_run[id(place.alternative.runs[0])]) for place in predictions.rank([row.run for row in rows])]
     return [Row(replace(place, rate=None, alternative=row.place.alternative), row.name) for place, row in places]

@@ -16,7 +16,7 @@ from ptdbench.parallel.options import Options
 from ptdbench.problems import Problem, require
 from ptdbench.records.run_record import RunRecord
 
-#: Options beside those of ``parallel`` that a layout may consist of, and the values that need no word.
+#: Options outside ``parallel`` that are part of a layout, and the values that need no mention.
 _PLAIN = {
     "activations.name": "keep", "activations.every": 1, "activations.products": 2, "precision": "fp32",
     "compile": False, "offload": "none", "train.clip_norm": None, "kernels": "torch",
@@ -38,7 +38,7 @@ def export(run: RunRecord, target: str) -> tuple[str, list[str]]:
     if target == "accelerate" and {"tensor", "context"} & {*degrees} and "shard" not in degrees:
         alien = alien or [*degrees]  # it splits products and sequences of sharded weights only
     able = [name for name, other in table.items() if name != target and {*degrees} <= {*other["degrees"]}]
-    rule = f"cannot be told {' and '.join(f'{name}={degrees[name]}' for name in alien)} of {run.directory}"
+    rule = f"cannot express {' and '.join(f'{name}={degrees[name]}' for name in alien)} of {run.directory}"
     require(Problem("--to", target, rule, f"try {' or '.join(able)}") if alien else None)
     parallel = run.config["parallel"]
     options = Options(**{option.name: parallel[option.name] for option in fields(Options) if option.name in parallel})

@@ -91,7 +91,7 @@ def names(records: Sequence[RunRecord]) -> list[str]:
     """
     several = len({record.model for record in records}) > 1
     first = [f"{record.model} {_parallel(record)}" if several else _parallel(record) for record in records]
-    return _told_apart(records, first, [*_DETAILS, *_PLACES])
+    return _distinguished(records, first, [*_DETAILS, *_PLACES])
 
 
 def titles(records: Sequence[RunRecord]) -> list[str]:
@@ -100,10 +100,10 @@ def titles(records: Sequence[RunRecord]) -> list[str]:
     A name has model and preset, or the workload of a run without a model, then what differs between runs of the same
     name. Records of runs that have not started suffice.
     """
-    return _told_apart(records, [name(record) for record in records], _DETAILS)
+    return _distinguished(records, [name(record) for record in records], _DETAILS)
 
 
-def _told_apart(records: Sequence[RunRecord], names: list[str], details: Sequence[_Detail]) -> list[str]:
+def _distinguished(records: Sequence[RunRecord], names: list[str], details: Sequence[_Detail]) -> list[str]:
     """Add details to the names, one after another, for runs that look the same without them."""
     for detail in details:
         for places in grouped((name, place) for place, name in enumerate(names)).values():

@@ -10,7 +10,7 @@ from ptdbench.report.columns import Column, Section
 from ptdbench.report.text import MISSING
 from ptdbench.terminal import plain
 
-#: What LaTeX reads as something else, and how it is written; a range has an en dash.
+#: Characters with a meaning in LaTeX, and how to write them.
 _ESCAPES = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}", "±": r"$\pm$", "·": r"$\cdot$",

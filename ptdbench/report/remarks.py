@@ -26,7 +26,7 @@ from ptdbench.units import flops_text
 OUTPUT = "; its output is in "
 
 #: A possible cause of a failure on virtual GPUs.
-_ON_VIRTUAL = "virtual GPUs compute nothing, and what decides by the values of tensors fails there"
+_ON_VIRTUAL = "virtual GPUs compute nothing: code that depends on the values of tensors fails there"
 
 #: Maximum characters of a message to show; the record has all of it.
 _LIMIT = 1000

@@ -42,18 +42,18 @@ PLANNED = {
     "other": 1, "allocated": 5, "reserved": None, "outside": 2, "of GPU": 0, "left": None, "fits": None, "max mb": None,
 }  # fmt: skip
 
-#: The same of those that are always shown, in a table with predicted times.
+#: The order of omission in a table with predicted times, where it differs.
 BESIDE_TIMES = {"gathered": 8, "activations": 9, "reserved": 10, "max mb": 11}
 
-#: The places of a program that are shown, of those that allocated what was alive at the peak.
+#: Maximum number of places of a program to show, largest share of the peak first.
 _MOST_PLACES = 8
 
-#: Those that are no sizes.
+#: The columns that are not sizes.
 NO_SIZES = ("mb", "rank", "fits", "max mb")
 
 
 def plan_figures(record: RunRecord) -> dict[str, int | str | None]:
-    """Return the figures of a plan by :data:`PLANNED`, sizes in bytes, of the largest rank; none of a run."""
+    """Return the figures of a plan by :data:`PLANNED`, sizes in bytes, of the largest rank; empty for a run."""
     if record.kind != "planned":
         return {}
     plan, kinds = record.plan, record.memory.ranks or {}
@@ -130,7 +130,7 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
             "which the ratio vs best does not depend on; #: ranks, simultaneous 95 % confidence"
         )
     if levels:
-        yield "host work is counted, and costed as that of a fast server; data loading and checkpoints are left out"
+        yield "host work is counted at the speed of a fast server; data loading and checkpoints are left out"
     if any(record.option("eval.every", int) for record in simulated):
         yield "evaluation (eval.every) is left out: a batch of it, of eval.micro_batch samples, may need more"
     offloaded = (record.plan.state for record in records if record.option("offload", str) not in (None, "none"))
@@ -237,7 +237,7 @@ def of_program(record: RunRecord, width: int) -> str:
         return "\n".join([*lines, *([] if lines and record.world_size else [wrap(none, width)])])
     command = shlex.join(record.option("program.command", list[str]) or [])
     steps = record.steps or 0
-    taken = f"{steps} steps" if steps else "no step was found: kernels and messages are those of the whole program"
+    taken = f"{steps} steps" if steps else "no step was found: kernels and messages are of the whole program"
     zeros = "nothing is computed: losses are zeros"
     return "\n".join([*lines, explained(record, command, width), wrap(f"{taken}; {zeros}; {record.directory}", width)])
 

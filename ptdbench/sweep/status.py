@@ -124,7 +124,7 @@ def _was_killed(run: Run) -> bool:
 
 def _records(directory: Path, jobs: Sequence[ledger.Job]) -> dict[str, RunRecord]:
     """Return the records of a sweep's runs, of a run, or of the runs in a folder, by their directories below it."""
-    paths = store.holding(directory, store.RECORD) if store.is_sweep(directory) else [directory, *directory.glob("*")]
+    paths = store.run_directories(directory) if store.is_sweep(directory) else [directory, *directory.glob("*")]
     names = [str(path.relative_to(directory)) for path in paths if (path / store.RECORD).exists()]
     return {name: record_of(directory / name) for name in [*names, *(job.directory for job in jobs)]}
 

@@ -169,22 +169,19 @@ def _measure_series(
         seconds = timing.repeat(message.call if message else None, job.device, options)
         if message and place:
             verify(message, name, place)
-        rows.append(_result(series, size, ranks, seconds))
+        times = summary(seconds)
+        rate, bus_factor = size / median_of(times), operation.bus_factor
+        result = CollectiveResult(
+            **asdict(series),
+            bytes=size,
+            ranks=ranks,
+            repetitions=len(seconds),
+            seconds=times,
+            algbw=rate if bus_factor else None,
+            busbw=rate * bus_factor(ranks) if bus_factor else None,
+        )
+        rows.append(result)
     return rows
-
-
-def _result(series: Series, size: int, ranks: int, seconds: Sequence[float]) -> CollectiveResult:
-    times = summary(seconds)
-    rate, bus_factor = size / median_of(times), OPERATIONS[series.op].bus_factor
-    return CollectiveResult(
-        **asdict(series),
-        bytes=size,
-        ranks=ranks,
-        repetitions=len(seconds),
-        seconds=times,
-        algbw=rate if bus_factor else None,
-        busbw=rate * bus_factor(ranks) if bus_factor else None,
-    )
 
 
 def _listed(option: str | Sequence[str], everything: Iterable[str]) -> list[str]:

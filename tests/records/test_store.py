@@ -62,7 +62,7 @@ def test_vanishing_folders_are_passed_over(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", going)
-    assert store.holding(tmp_path, store.RECORD) == [tmp_path / "b"]
+    assert store.run_directories(tmp_path) == [tmp_path / "b"]
 
 
 def first_file(folder: Path, directory: Path) -> None:

@@ -28,7 +28,7 @@ from ptdbench.terminal import ESCAPED, plain
 #: Width in columns of the output of other workloads.
 _WIDTH = 120
 
-#: The columns beside the name of a row: on a telephone no others are in sight.
+#: The columns next to the name of a row; a phone shows no others without scrolling.
 _FIRST = (
     "rank",
     "configuration",
