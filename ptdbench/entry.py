@@ -279,7 +279,7 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
     """Return the runs of a resumed sweep whose jobs have not ended: each is left to its job."""
     from ptdbench.sweep import status
 
-    if not line.goes_on or not store.holding(directory, store.RECORD):
+    if not line.goes_on or not store.run_directories(directory):
         return frozenset()
     sweep = status.settle(directory)
     if sweep.silence:
@@ -310,7 +310,7 @@ def _conclude(agenda: Agenda) -> int:
     requested = 0 if agenda.is_open else len(agenda.runs)
     records = _print_results(agenda.directory, requested)
     if agenda.only:  # the sweep's other runs were not requested
-        records = [record for record in records if store.below(agenda.directory, record.directory) == agenda.only]
+        records = [record for record in records if Path(record.directory) == agenda.directory / agenda.only]
         requested = 0
     return int(bool(agenda.skipped) or _count_ok(records) < (requested or max(1, len(records))))
 

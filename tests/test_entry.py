@@ -149,7 +149,7 @@ def test_a_run_of_a_sweep_that_fails_says_so_at_once(tmp_path, monkeypatch, caps
     agenda = Agenda(tmp_path, runs)
 
     def fail(directory, *_):
-        store.write_record(directory, record.failed(store.load_record(directory), failure.of_launcher("Lost", "gone")))
+        store.write_record(directory, record.failed(store.load_record(directory), failure.Failure(-1, "Lost", "gone")))
 
     monkeypatch.setattr("ptdbench.run.door.run", fail)
     execution.executor(agenda, compose_all(["model=toy"]))([agenda.open(1)])

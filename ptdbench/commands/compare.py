@@ -130,7 +130,7 @@ def _carried_out(arguments: argparse.Namespace) -> Path:
             try:
                 alternating.run(sides, overrides, repeat, directory)
             except BaseException:
-                if store.holding(directory, store.RECORD):
+                if store.run_directories(directory):
                     echo(f"records      {directory}")
                 else:  # refused, or stopped before the first run
                     shutil.rmtree(directory, ignore_errors=True)

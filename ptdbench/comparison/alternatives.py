@@ -42,7 +42,7 @@ def of_sweeps(runs: Iterable[RunRecord]) -> list[Alternative]:
     is_sweep: dict[Path, bool] = {}
     for run in runs:
         directory, parent = Path(run.directory), sweep_of(run)
-        if parent not in is_sweep:  # also true if only a sweep's results were kept
+        if parent not in is_sweep:  # also true of records without files
             is_nested = parent != directory.parent
             is_sweep[parent] = store.is_sweep(parent) or is_nested or not (directory / store.RECORD).exists()
         sweeps.setdefault(parent if is_sweep[parent] else directory, []).append(run)

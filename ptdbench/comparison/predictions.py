@@ -19,11 +19,11 @@ from ptdbench.records.schema import Predicted
 RESIDUAL = 0.012
 
 
-def error(of: Predicted, other: Predicted) -> float:
+def error(step: Predicted, other: Predicted) -> float:
     """Return the standard deviation of the logarithm of two predicted steps' ratio, both with times."""
-    first, second = ({name: spent / (step.step_seconds or 1.0) for name, spent in (step.parts or {}).items()}
-                     for step in (of, other))  # fmt: skip
-    shares = {**(other.errors or {}), **(of.errors or {})}
+    first, second = ({name: spent / (each.step_seconds or 1.0) for name, spent in (each.parts or {}).items()}
+                     for each in (step, other))  # fmt: skip
+    shares = {**(other.errors or {}), **(step.errors or {})}
     parts = (share * (first.get(name, 0.0) - second.get(name, 0.0)) for name, share in shares.items())
     return math.sqrt(sum(part**2 for part in parts) + 2 * RESIDUAL**2)
 

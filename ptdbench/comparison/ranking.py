@@ -94,20 +94,8 @@ class Standing:
         return other.number in self.faster
 
 
-@dataclass(frozen=True)
-class Ranking:
-    """A ranking of alternatives, fastest first; those without a run that is ok come last."""
-
-    places: list[Standing]  #: One for each alternative.
-
-    @property
-    def is_known(self) -> bool:
-        """Whether any comparison with the first place is possible."""
-        return any(place.against_best for place in self.places)
-
-
-def rank(alternatives: Sequence[Alternative]) -> Ranking:
-    """Rank comparable alternatives."""
+def rank(alternatives: Sequence[Alternative]) -> list[Standing]:
+    """Rank comparable alternatives, fastest first; those without a run that is ok come last."""
     level = level_of(run for alternative in alternatives for run in alternative.runs)
     ok = [alternative for alternative in alternatives if alternative.sample]
     samples = [alternative.sample for alternative in ok]
@@ -129,10 +117,10 @@ def rank(alternatives: Sequence[Alternative]) -> Ranking:
             number=number,
             faster=faster[number],
         ))  # fmt: skip
-    return Ranking([*places, *(Standing(failed) for failed in alternatives if not failed.sample)])
+    return [*places, *(Standing(failed) for failed in alternatives if not failed.sample)]
 
 
-def of_models(alternatives: Iterable[Alternative]) -> list[Ranking]:
+def of_models(alternatives: Iterable[Alternative]) -> list[list[Standing]]:
     """Rank each group of :func:`ptdbench.comparison.alternatives.comparable` separately."""
     return [rank(group) for group in comparable(alternatives)]
 
@@ -149,9 +137,9 @@ def _in_order(faster: Sequence[set[int]], means: Sequence[float]) -> Iterator[in
         yield number
 
 
-def remark(ranking: Ranking) -> str | None:
+def remark(places: Sequence[Standing]) -> str | None:
     """Summarize the certainty of the order in one line; ``None`` for a single place."""
-    ranked = [place for place in ranking.places if place.rank]
+    ranked = [place for place in places if place.rank]
     if len(ranked) < 2:
         return None
     counts = [len(place.alternative.sample) for place in ranked]
@@ -180,11 +168,9 @@ def answer(named: Sequence[tuple[str, Standing]], unit: str) -> str:
     rest = [(name, place) for name, place in ranked if place.faster]
     if not first or not rest:
         noun = "layout" if len({place.alternative.runs[0].parallel for _, place in ranked}) > 1 else "configuration"
-        resolution, unranked = (
-            _resolution([place for _, place in ranked]),
-            not any(place.against_best for _, place in ranked),
-        )
-        return f"No {noun} is shown to be faster than another: {resolution}{'; repeat=5 ranks them' * unranked}"
+        remedy = "" if any(place.against_best for _, place in ranked) else "; repeat=5 ranks them"
+        resolution = _resolution([place for _, place in ranked])
+        return f"No {noun} is shown to be faster than another: {resolution}{remedy}"
     second, behind = rest[0]
     if len(first) > 1:
         slower = f"{second} is slower" if len(rest) == 1 else f"the others are slower, {second} least"
@@ -196,8 +182,8 @@ def answer(named: Sequence[tuple[str, Standing]], unit: str) -> str:
 
 def _times(place: Standing, reference: str, is_inverse: bool = False) -> str:
     """``0.77x ddp (95 %: 0.71 to 0.83)``; inverse: how many times as fast the first place is."""
-    known = place.against_best
-    ratio, *ends = [place.ratio or 1.0, *([known.low, known.high] if known else [])]
+    best = place.against_best
+    ratio, *ends = [place.ratio or 1.0, *([best.low, best.high] if best else [])]
     if is_inverse:
         ratio, *ends = 1 / ratio, *(1 / end for end in reversed(ends))
     decimals = 3 if ends and ends[1] - ends[0] < 0.02 else 2  # with fewer, the ends might look the same
@@ -213,7 +199,7 @@ def _resolution(ranked: Sequence[Standing]) -> str:
     return each if largest is None else f"with {each}, {_detected(largest)} ({POWER:.0%} power)"
 
 
-def spoken(names: Sequence[str], most: int = 4) -> str:
-    """``ddp, fsdp and tp``; of more than ``most`` names the first ones, and how many others there are."""
-    shown = [*names] if len(names) <= most else [*names[: most - 1], plural(len(names) - most + 1, "other")]
+def spoken(names: Sequence[str]) -> str:
+    """``ddp, fsdp and tp``; of more than four names the first three, and how many others there are."""
+    shown = [*names] if len(names) <= 4 else [*names[:3], plural(len(names) - 3, "other")]
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))

@@ -80,8 +80,10 @@ def measure(
         ArithmeticError: A product is wrong.
         ConfigError: The matrices do not fit into memory.
     """
-    need, shape = max((product_bytes(shape, dtype), str(shape)) for shape in shapes for dtype in dtypes)
-    timing.require_memory(device, world.local_size, need, "workload.shapes", shape)
+    need, largest = max(  # random values are drawn in fp32, one factor at a time
+        (shape.bytes(dtype) + 4 * shape.k * max(shape.m, shape.n), str(shape)) for shape in shapes for dtype in dtypes
+    )
+    timing.require_memory(device, world.local_size, need, "workload.shapes", largest)
     installed = environment(device.type)
     keys = {dtype: key_of(installed, device, dtype) for dtype in dtypes}
     rates = RankProducts(
@@ -145,8 +147,3 @@ def keep_ceilings(world: World, ceilings: Sequence[Ceiling]) -> str | None:
         except OSError as error:
             return f"not cached: {error}"
     return "; ".join(remarks) or None
-
-
-def product_bytes(shape: ProductShape, dtype: str) -> int:
-    """Return the bytes of all three matrices, plus one factor in fp32, for drawing random values."""
-    return shape.bytes(dtype) + 4 * shape.k * max(shape.m, shape.n)

@@ -88,7 +88,8 @@ def taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
 def _spent(cores: Sequence[int]) -> dict[int, tuple[float, float]]:
     """Return the busy and the total seconds of each of these cores since the machine started, as far as it counts."""
     times = dict(enumerate(psutil.cpu_times(percpu=True)))
-    return {core: (sum(getattr(of, name, 0.0) for name in _BUSY), sum(of)) for core in cores if (of := times.get(core))}
+    counted = {core: times[core] for core in cores if core in times}
+    return {core: (sum(getattr(time, name, 0.0) for name in _BUSY), sum(time)) for core, time in counted.items()}
 
 
 def _cpu_seconds() -> float:
@@ -102,10 +103,10 @@ def _cpu_seconds() -> float:
 
 
 def _of_node(name: str, of_ranks: Sequence[tuple[str, Spent, str | None, int]], on_gpu: bool) -> OtherLoad:
-    here = [
+    ranks = [
         (rank, spent, gpu, processes) for rank, (node, spent, gpu, processes) in enumerate(of_ranks) if node == name
     ]
-    count, others = taken([spent for _, spent, _, _ in here])
-    users = [gpu for _, _, gpu, _ in here]
-    shared = [rank for rank, _, gpu, processes in here if gpu and processes > users.count(gpu)]
+    count, others = taken([spent for _, spent, _, _ in ranks])
+    gpus = [gpu for _, _, gpu, _ in ranks]
+    shared = [rank for rank, _, gpu, processes in ranks if gpu and processes > gpus.count(gpu)]
     return OtherLoad(name, count, others, shared, on_gpu)

@@ -117,19 +117,19 @@ def clock_reasons_now(nvml: Any, handle: Any) -> list[str] | None:
 
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:
-    def of(question: str, *arguments: Any) -> Any:
+    def query(question: str, *arguments: Any) -> Any:
         return ask(nvml, question, handle, *arguments)
 
-    processes, place = of("nvmlDeviceGetComputeRunningProcesses"), of("nvmlDeviceGetPciInfo")
-    mask = of("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)  # words of bits
+    processes, place = query("nvmlDeviceGetComputeRunningProcesses"), query("nvmlDeviceGetPciInfo")
+    mask = query("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)  # words of bits
     near = mask and [core for core in range(_MOST_CORES) if mask[core // _WORD_BITS] >> core % _WORD_BITS & 1]
     return Gpu(
-        uuid=_text(of("nvmlDeviceGetUUID")),
+        uuid=_text(query("nvmlDeviceGetUUID")),
         bus=_text(place.busId) if place else None,
         clock_reasons=clock_reasons_now(nvml, handle),
-        temperature_celsius=of("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        power_limit_watts=_watts(of("nvmlDeviceGetEnforcedPowerLimit")),
-        power_limit_default_watts=_watts(of("nvmlDeviceGetPowerManagementDefaultLimit")),
+        temperature_celsius=query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        power_limit_watts=_watts(query("nvmlDeviceGetEnforcedPowerLimit")),
+        power_limit_default_watts=_watts(query("nvmlDeviceGetPowerManagementDefaultLimit")),
         processes=None if processes is None else len(processes),
         near_cores=near,
     )

@@ -18,34 +18,23 @@ from torch import Tensor
 
 from ptdbench.virtual.machine import is_virtual
 
-
-@dataclass(frozen=True)
-class Dtype:
-    """A number format."""
-
-    torch: torch.dtype  #: The torch dtype.
-    exact: int  #: The largest ``n`` such that all integers from 0 to ``n`` are represented exactly.
-
-
-def _whole(dtype: torch.dtype) -> Dtype:
-    return Dtype(dtype, torch.iinfo(dtype).max)
-
-
-def _floating(dtype: torch.dtype) -> Dtype:
-    return Dtype(dtype, round(2 / torch.finfo(dtype).eps))
-
-
 #: The formats that gloo and NCCL can both reduce.
-DTYPES: dict[str, Dtype] = {
-    "fp32": _floating(torch.float32),
-    "bf16": _floating(torch.bfloat16),
-    "fp16": _floating(torch.float16),
-    "fp64": _floating(torch.float64),
-    "int8": _whole(torch.int8),
-    "uint8": _whole(torch.uint8),
-    "int32": _whole(torch.int32),
-    "int64": _whole(torch.int64),
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
 }
+
+
+def largest_exact(dtype: torch.dtype) -> int:
+    """Return the largest ``n`` such that all integers from 0 to ``n`` are represented exactly."""
+    return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+
 
 #: Sources send numbers from 1 to this: a prime below 127, so that every dtype represents them.
 _LABELS = 113
@@ -54,7 +43,7 @@ _LABELS = 113
 _SUMMANDS = 13
 
 
-def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
+def sent(source: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the data that ``source`` sends in operations that do not reduce: ``count`` numbers from 1 to 113.
 
     Any two of the first 113 sources differ at every position.
@@ -63,26 +52,26 @@ def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
 
 
 @cache
-def _summed(ranks: int, dtype: Dtype) -> Tensor:
+def _summed(ranks: int, dtype: torch.dtype) -> Tensor:
     """Compute one period of the sum; cached, as it is slow for many ranks."""
     return sum((_contribution(source, ranks, dtype) for source in range(1, ranks)), _contribution(0, ranks, dtype))
 
 
-def _contribution(source: int, ranks: int, dtype: Dtype) -> Tensor:
+def _contribution(source: int, ranks: int, dtype: torch.dtype) -> Tensor:
     """Compute one period of a rank's numbers; any two of 13 ranks in a row differ.
 
     If all ranks together would exceed the dtype, only every n-th rank contributes to an element, and contributors
     rotate after each cycle of numbers: a short message then detects errors of some ranks only.
     """
-    stride = -(-ranks // (dtype.exact // _SUMMANDS))
+    stride = -(-ranks // (largest_exact(dtype) // _SUMMANDS))
     position = torch.arange(_SUMMANDS * stride)
     takes_part = (position // _SUMMANDS + source) % stride == 0
     return torch.where(takes_part, (position + source) % _SUMMANDS + 1, 0)
 
 
-def _stretched(period: Tensor, count: int, dtype: Dtype, device: torch.device) -> Tensor:
+def _stretched(period: Tensor, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ``count`` elements of a periodic sequence."""
-    short = period[:count].to(device, dtype.torch)
+    short = period[:count].to(device, dtype)
     return short.repeat(-(-count // len(short)))[:count]
 
 
@@ -94,7 +83,7 @@ class GroupRank:
     ranks: Sequence[int]  #: Global ranks of the group; the first one is the root of rooted operations.
     index: int  #: This rank's index in the group.
     device: torch.device  #: This rank's device.
-    dtype: Dtype  #: Dtype of the message.
+    dtype: torch.dtype  #: Dtype of the message.
 
     @property
     def root(self) -> int:
@@ -103,7 +92,7 @@ class GroupRank:
 
     def empty(self, count: int) -> Tensor:
         """Return a tensor of ``count`` zeros."""
-        return torch.zeros(count, dtype=self.dtype.torch, device=self.device)
+        return torch.zeros(count, dtype=self.dtype, device=self.device)
 
     def sent(self, source: int, count: int) -> Tensor:
         """Return the pattern that ``source`` sends (:func:`ptdbench.measure.operations.sent`)."""
@@ -123,9 +112,9 @@ class Message:
     """One operation at one size, on one rank."""
 
     call: Callable[[], dist.Work | None]  #: Runs the operation.
-    given: Tensor | None = None  #: This rank's input; ``None`` if it has none.
-    result: Tensor | None = None  #: This rank's result, possibly ``given`` itself; ``None`` if it has none.
-    fill: Callable[[], Tensor] | None = None  #: Content of ``given`` before a call to verify.
+    input: Tensor | None = None  #: This rank's input; ``None`` if it has none.
+    result: Tensor | None = None  #: This rank's result, possibly ``input`` itself; ``None`` if it has none.
+    fill: Callable[[], Tensor] | None = None  #: Content of ``input`` before a call to verify.
     expected: Callable[[], Tensor] | None = None  #: Content of ``result`` after it.
 
 
@@ -133,7 +122,7 @@ class Message:
 class Operation:
     """A collective operation."""
 
-    prepare: Callable[[GroupRank, int], Message]  #: Creates a rank's message of so many elements, per share if any.
+    prepare: Callable[[GroupRank, int], Message]  #: Creates a rank's message, given its elements, per share if any.
     has_shares: bool = False  #: Whether each rank holds a share of the whole.
     reduces: bool = False  #: Whether it sums.
     #: Bus bandwidth, the rate of the slowest link, over bytes per second, for a number of ranks, as nccl-tests defines
@@ -154,88 +143,84 @@ _all_gather_tensor: Callable[..., dist.Work | None] = getattr(dist, "all_gather_
 _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def _broadcast(at: GroupRank, count: int) -> Message:
-    data = at.empty(count)
+def _broadcast(rank: GroupRank, count: int) -> Message:
+    data = rank.empty(count)
     return Message(
-        partial(dist.broadcast, data, at.root, at.group),
-        given=data,
+        partial(dist.broadcast, data, rank.root, rank.group),
+        input=data,
         result=data,
-        fill=lambda: at.sent(0, count) if at.index == 0 else at.empty(count),
-        expected=lambda: at.sent(0, count),
+        fill=lambda: rank.sent(0, count) if rank.index == 0 else rank.empty(count),
+        expected=lambda: rank.sent(0, count),
     )
 
 
-def _reduce(at: GroupRank, count: int, to_all: bool = False) -> Message:
-    data = at.empty(count)
-    reduce = dist.all_reduce if to_all else partial(dist.reduce, dst=at.root)
+def _reduce(rank: GroupRank, count: int, to_all: bool = False) -> Message:
+    data = rank.empty(count)
+    reduce = dist.all_reduce if to_all else partial(dist.reduce, dst=rank.root)
     return Message(
-        partial(reduce, data, group=at.group),
-        given=data,
-        result=data if to_all or at.index == 0 else None,
-        fill=lambda: at.contributed(count),
-        expected=lambda: at.summed(count),
+        partial(reduce, data, group=rank.group),
+        input=data,
+        result=data if to_all or rank.index == 0 else None,
+        fill=lambda: rank.contributed(count),
+        expected=lambda: rank.summed(count),
     )
 
 
-def _scatter(at: GroupRank, count: int) -> Message:
-    ranks = len(at.ranks)
-    share = at.empty(count)
-    whole = at.empty(count * ranks) if at.index == 0 else None
+def _scatter(rank: GroupRank, count: int) -> Message:
+    ranks = len(rank.ranks)
+    share = rank.empty(count)
+    whole = rank.empty(count * ranks) if rank.index == 0 else None
     shares = None if whole is None else list(whole.chunk(ranks))
     return Message(
-        partial(dist.scatter, share, shares, at.root, at.group),
-        given=whole,
+        partial(dist.scatter, share, shares, rank.root, rank.group),
+        input=whole,
         result=share,
-        fill=lambda: torch.cat([at.sent(index, count) for index in range(ranks)]),
-        expected=lambda: at.sent(at.index, count),
+        fill=lambda: torch.cat([rank.sent(index, count) for index in range(ranks)]),
+        expected=lambda: rank.sent(rank.index, count),
     )
 
 
-def _gather(at: GroupRank, count: int, to_all: bool = False) -> Message:
-    ranks = len(at.ranks)
-    share = at.empty(count)
-    whole = at.empty(count * ranks) if to_all or at.index == 0 else None
+def _gather(rank: GroupRank, count: int, to_all: bool = False) -> Message:
+    ranks = len(rank.ranks)
+    share = rank.empty(count)
+    whole = rank.empty(count * ranks) if to_all or rank.index == 0 else None
     shares = None if whole is None else list(whole.chunk(ranks))
-    gather = partial(_all_gather_tensor, whole) if to_all else partial(dist.gather, gather_list=shares, dst=at.root)
+    gather = partial(_all_gather_tensor, whole) if to_all else partial(dist.gather, gather_list=shares, dst=rank.root)
     return Message(
-        partial(gather, share, group=at.group),
-        given=share,
+        partial(gather, share, group=rank.group),
+        input=share,
         result=whole,
-        fill=lambda: at.sent(at.index, count),
-        expected=lambda: torch.cat([at.sent(index, count) for index in range(ranks)]),
+        fill=lambda: rank.sent(rank.index, count),
+        expected=lambda: torch.cat([rank.sent(index, count) for index in range(ranks)]),
     )
 
 
-def _reduce_scatter(at: GroupRank, count: int) -> Message:
-    ranks = len(at.ranks)
-    whole, share = at.empty(count * ranks), at.empty(count)
+def _reduce_scatter(rank: GroupRank, count: int) -> Message:
+    ranks = len(rank.ranks)
+    whole, share = rank.empty(count * ranks), rank.empty(count)
     return Message(
-        partial(_reduce_scatter_tensor, share, whole, group=at.group),
-        given=whole,
+        partial(_reduce_scatter_tensor, share, whole, group=rank.group),
+        input=whole,
         result=share,
-        fill=lambda: at.contributed(count * ranks),
-        expected=lambda: at.summed(count * ranks).chunk(ranks)[at.index],
+        fill=lambda: rank.contributed(count * ranks),
+        expected=lambda: rank.summed(count * ranks).chunk(ranks)[rank.index],
     )
 
 
-def _all_to_all(at: GroupRank, count: int) -> Message:
+def _all_to_all(rank: GroupRank, count: int) -> Message:
     """Send from ``a`` to ``b`` the pattern of source ``a * ranks + b``."""
-    ranks = len(at.ranks)
-    given, result = at.empty(count * ranks), at.empty(count * ranks)
+    ranks = len(rank.ranks)
+    outgoing, incoming = rank.empty(count * ranks), rank.empty(count * ranks)
     return Message(
-        partial(dist.all_to_all_single, result, given, group=at.group),
-        given=given,
-        result=result,
-        fill=lambda: torch.cat([at.sent(at.index * ranks + other, count) for other in range(ranks)]),
-        expected=lambda: torch.cat([at.sent(other * ranks + at.index, count) for other in range(ranks)]),
+        partial(dist.all_to_all_single, incoming, outgoing, group=rank.group),
+        input=outgoing,
+        result=incoming,
+        fill=lambda: torch.cat([rank.sent(rank.index * ranks + other, count) for other in range(ranks)]),
+        expected=lambda: torch.cat([rank.sent(other * ranks + rank.index, count) for other in range(ranks)]),
     )
 
 
-def _bus_factor_of_shares(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-_with_shares = partial(Operation, has_shares=True, bus_factor=_bus_factor_of_shares)
+_with_shares = partial(Operation, has_shares=True, bus_factor=lambda ranks: (ranks - 1) / ranks)
 
 OPERATIONS: dict[str, Operation] = {
     "broadcast": Operation(_broadcast),
@@ -248,7 +233,7 @@ OPERATIONS: dict[str, Operation] = {
     "all_gather": _with_shares(partial(_gather, to_all=True)),
     "reduce_scatter": _with_shares(_reduce_scatter, reduces=True),
     "all_to_all": _with_shares(_all_to_all),
-    "barrier": Operation(lambda at, _: Message(partial(dist.barrier, at.group)), bus_factor=None),
+    "barrier": Operation(lambda rank, _: Message(partial(dist.barrier, rank.group)), bus_factor=None),
 }
 
 
@@ -266,13 +251,13 @@ def verify(message: Message, name: str, place: GroupRank) -> None:
     """Run an operation once on a test pattern; raise ArithmeticError with its name if the result is wrong."""
     if message.result is not None:
         message.result.zero_()
-    if message.given is not None and message.fill:
-        message.given.copy_(message.fill())
+    if message.input is not None and message.fill:
+        message.input.copy_(message.fill())
     message.call()
     if message.result is not None and message.expected:
         compare(message.result, message.expected(), name, place.ranks[place.index])
-    if message.given is not None:
-        message.given.zero_()  # unchanged by any number of sums
+    if message.input is not None:
+        message.input.zero_()  # unchanged by any number of sums
 
 
 def compare(result: Tensor, expected: Tensor, name: str, rank: int) -> None:

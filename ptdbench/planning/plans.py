@@ -152,7 +152,6 @@ def make(
                 planned = draft | {"kind": "planned", **fields, "directory": str(place)}
                 place.mkdir(parents=True, exist_ok=True)
                 write_json(place / store.RECORD, planned)
-                store.append_result(directory, planned)
                 records.append(strict(planned))
                 name = run.subdirectory.partition("_")[2] or run.config.label  # without its number
                 fastest = max(fastest, _rate(records[-1], name))

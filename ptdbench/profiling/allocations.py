@@ -196,13 +196,13 @@ def _blocks(changes: Sequence[Change]) -> dict[int, list[_Allocation]]:
     """Return the blocks by address in chronological order; ignore frees of blocks from before the recording."""
     blocks: defaultdict[int, list[_Allocation]] = defaultdict(list)
     for change in changes:
-        at = blocks[change.address]
-        if at and at[-1].ended == math.inf:  # also if it was freed in a thread that the profiler does not see
-            at[-1].ended = change.time
-            if change.bytes < 0 and change.around.takes_gradients and at[-1].kind == "activations":
-                at[-1].kind = "gradients"
+        earlier = blocks[change.address]
+        if earlier and earlier[-1].ended == math.inf:  # also if it was freed in a thread that the profiler does not see
+            earlier[-1].ended = change.time
+            if change.bytes < 0 and change.around.takes_gradients and earlier[-1].kind == "activations":
+                earlier[-1].kind = "gradients"
         if change.bytes > 0:
-            at.append(_Allocation(change.time, change.bytes, change.around.kind))
+            earlier.append(_Allocation(change.time, change.bytes, change.around.kind))
     return blocks
 
 

@@ -12,7 +12,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -64,7 +64,7 @@ def length(intervals: Iterable[Interval]) -> float:
 T = TypeVar("T")
 
 
-def at(moment: float, spans: Sequence[tuple[Interval, T]]) -> T | None:
+def value_at(moment: float, spans: Sequence[tuple[Interval, T]]) -> T | None:
     """Return the value of the sorted interval that contains the moment, if any."""
     place = bisect_right(spans, moment, key=lambda span: span[0][0]) - 1
     return spans[place][1] if place >= 0 and moment < spans[place][0][1] else None
@@ -83,9 +83,6 @@ LABELED = {DISPATCH: "dispatch", COMBINE: "combine"}
 
 #: Bytes per element, by torch's type names.
 BYTES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2, "char": 1, "bool": 1}
-
-#: Larger traces are not read: as Python objects they take several times as much memory, in each rank.
-MOST_BYTES = 2**29
 
 #: Messages between two ranks.
 POINT_TO_POINT = ("send", "recv", "send_recv")
@@ -132,16 +129,6 @@ class Event:
     def interval(self) -> Interval:
         """The interval from start to end."""
         return self.start, self.end
-
-
-def checked(path: Path, reading: Callable[[Path], T]) -> T:
-    """Read a trace with ``reading``; raise ValueError if the file is not a trace, or is too large."""
-    if (size := path.stat().st_size) > MOST_BYTES:
-        raise ValueError(f"{path} has {size} bytes, more than the {MOST_BYTES} that are read; try profile.steps=1")
-    try:
-        return reading(path)
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a trace of torch's profiler ({type(error).__name__}: {error})") from None
 
 
 def events_of(path: Path) -> list[Event]:
@@ -285,8 +272,8 @@ def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Com
     for kernel in kernels:
         moment = launches.get(kernel.facts.get("correlation"), -math.inf)
         says_all = _NCCL_NAME in kernel.facts and not _is_undirected(kernel.facts)
-        messages = None if says_all else at(moment, groups)
-        calls += [_nccl_call(kernel, facts, at(moment, labels)) for facts in messages or [kernel.facts]]
+        messages = None if says_all else value_at(moment, groups)
+        calls += [_nccl_call(kernel, facts, value_at(moment, labels)) for facts in messages or [kernel.facts]]
     return calls
 
 
@@ -340,7 +327,8 @@ def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str | None) -> Co
     listed = str(facts.get("Process Group Ranks", ""))
     ranks = tuple(map(int, re.findall(r"\d+", listed))) if "..." not in listed else ()
     operation = operation_of(named.lstrip("_"))
-    other = next((int(facts[name]) for name, of in _PEERS.items() if of == operation and name in facts), None)
+    fields = (name for name, sent in _PEERS.items() if sent == operation and name in facts)
+    other = next((int(facts[name]) for name in fields), None)
     return CommCall(
         operation=LABELED[label] if label else operation,
         bytes=elements * item,

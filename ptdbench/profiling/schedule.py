@@ -46,7 +46,8 @@ def read(path: Path) -> list[Pass]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             events = [json.loads(line.rstrip(",\n")) for line in file if CHUNK in line or STEP in line]
-        steps = sorted((event["dur"], event["ts"]) for event in events if _is_step_of_rank_0(event))
+        labels = [event for event in events if event["cat"] == "user_annotation" and event["pid"] < PROCESSES]
+        steps = sorted((event["dur"], event["ts"]) for event in labels if event["name"].startswith(STEP))
         passes = [event for event in events if event["name"].startswith(CHUNK)]
         if not steps or not passes:
             return []
@@ -55,10 +56,6 @@ def read(path: Path) -> list[Pass]:
         return list(_passes(sorted(inside, key=lambda event: event["ts"])))
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError):
         return []
-
-
-def _is_step_of_rank_0(event: dict[str, Any]) -> bool:
-    return bool(event["name"].startswith(STEP) and event["cat"] == "user_annotation" and event["pid"] < PROCESSES)
 
 
 def _of_one_thread_each(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -85,10 +82,10 @@ def lines(passes: Sequence[Pass]) -> Iterator[str]:
 
     Idle is the share of the time from the first pass of all ranks to the end of the last without a pass.
     """
-    length = max((one.start + one.seconds for one in passes), default=0.0)
-    for rank, of_rank in sorted(grouped((one.rank, one) for one in passes).items()):
-        has_stages = len({one.stage for one in of_rank}) > 1
-        words = [f"{one.stage if has_stages else ''}{one.kind}{one.microbatch}" for one in of_rank]
+    length = max((chunk.start + chunk.seconds for chunk in passes), default=0.0)
+    for rank, of_rank in sorted(grouped((chunk.rank, chunk) for chunk in passes).items()):
+        has_stages = len({chunk.stage for chunk in of_rank}) > 1
+        words = [f"{chunk.stage if has_stages else ''}{chunk.kind}{chunk.microbatch}" for chunk in of_rank]
         shown = " ".join([*words[:_MOST], *(["..."] if len(words) > _MOST else [])])
-        idle = max(0.0, 1 - sum(one.seconds for one in of_rank) / length)
+        idle = max(0.0, 1 - sum(chunk.seconds for chunk in of_rank) / length)
         yield f"rank {rank}: {shown}, idle {100 * idle:.0f} %"

@@ -27,12 +27,11 @@ def largest(path: Path, most: int) -> list[Allocated]:
     The snapshot is unpickled: it must be of a program that this process has started.
     """
     traces = pickle.loads(path.read_bytes())["device_traces"]
-    alive = max(
-        (_at_peak(trace) for trace in traces), key=lambda of_device: sum(e["size"] for e in of_device), default=[]
-    )
+    peaks = map(_at_peak, traces)
+    alive = max(peaks, key=lambda entries: sum(entry["size"] for entry in entries), default=[])
     places = grouped((tuple(_stack(entry.get("frames") or [])), entry["size"]) for entry in alive)
-    found = [Allocated(sum(sizes), len(sizes), stack) for stack, sizes in places.items()]
-    return sorted(found, key=lambda one: -one.bytes)[:most]
+    allocated = [Allocated(sum(sizes), len(sizes), stack) for stack, sizes in places.items()]
+    return sorted(allocated, key=lambda place: -place.bytes)[:most]
 
 
 def _at_peak(trace: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -53,5 +52,5 @@ def _at_peak(trace: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _stack(frames: Sequence[Mapping[str, Any]]) -> list[str]:
-    own = [frame for frame in frames if "/torch/" not in frame["filename"]]
-    return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in (own or frames)[:_FRAMES]]
+    outside = [frame for frame in frames if "/torch/" not in frame["filename"]]
+    return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in (outside or frames)[:_FRAMES]]

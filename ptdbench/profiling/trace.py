@@ -8,6 +8,7 @@ On a GPU, NCCL's kernels communicate and all others compute. Idle time before th
 for the host: for its batch, or for the launch of the next kernel.
 """
 
+import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +21,8 @@ from ptdbench.profiling.events import (
     CommCall,
     Event,
     Interval,
-    at,
     calls_of_gloo,
     calls_of_nccl,
-    checked,
     events_of,
     intersect,
     is_by_copy_engines,
@@ -31,6 +30,7 @@ from ptdbench.profiling.events import (
     launches_of,
     subtract,
     union,
+    value_at,
 )
 
 #: The prefix of a step's label, before its number: torch's own, which other tools know.
@@ -43,6 +43,9 @@ DATA, GRADIENTS, UPDATE, WAITING = (f"ptdbench::{name}" for name in ("data", "gr
 BACKWARD = ("autograd::engine::evaluate_function", "torch::distributed::reducer", "torch.distributed.ddp.reducer")
 #: FSDP's root reduces the remaining gradients after the last operation of autograd.
 _ROOT_ENDS = "FSDP::root_post_backward"
+
+#: Larger traces are not read: as Python objects they take several times as much memory, in each rank.
+MOST_BYTES = 2**29
 
 #: Kinds of events of the host.
 _ON_HOST = ("user_annotation", "cpu_op")
@@ -68,7 +71,12 @@ def read(path: Path, device_type: str = "cpu") -> Trace:
     Raises:
         ValueError: The trace is damaged or too large, or has no profiled step, or no GPU activity that it needs.
     """
-    return checked(path, lambda trace: _read(trace, device_type))
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{path} has {size} bytes, more than the {MOST_BYTES} that are read; try profile.steps=1")
+    try:
+        return _read(path, device_type)
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a trace of torch's profiler ({type(error).__name__}: {error})") from None
 
 
 def _read(path: Path, device_type: str) -> Trace:
@@ -201,7 +209,7 @@ def _launched_by(
     end = -math.inf
     for event in events:
         if event.end > end:
-            phase = at(launches.get(event.facts.get("correlation"), event.start), spans) or "forward"
+            phase = value_at(launches.get(event.facts.get("correlation"), event.start), spans) or "forward"
             ran[phase].append((max(event.start, end), event.end))
             end = event.end
     return ran

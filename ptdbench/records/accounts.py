@@ -1,4 +1,4 @@
-"""Accounts of ranks on virtual GPUs, combined into that of a run."""
+"""Accounts of ranks on virtual GPUs, combined into one of the whole run."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -40,12 +40,12 @@ def _kernels(account: Virtual, kind: str) -> list[int]:
 
 
 def _joined(lists: Iterable[list[T] | None]) -> list[T] | None:
-    given = [numbers for numbers in lists if numbers is not None]
-    return [*chain(*given)] if given else None
+    present = [numbers for numbers in lists if numbers is not None]
+    return [*chain(*present)] if present else None
 
 
 def _mean(operation: str, accounts: Sequence[Virtual], counts: Sequence[int]) -> Messages:
-    """Average an operation over all ranks: an account stands for as many as ``counts`` says."""
+    """Average an operation over all ranks; ``counts``: how many ranks each account stands for."""
     of_accounts = [(account.messages or {}).get(operation) for account in accounts]
     sent = [(messages, count) for messages, count in zip(of_accounts, counts, strict=True) if messages]
     sizes = [messages.bytes * count for messages, count in sent if messages.bytes is not None]

@@ -33,23 +33,23 @@ def user_frame(exception: BaseException) -> str:
     from a package, the last frame in an installed package other than torch.
     """
     frames = [*reversed(traceback.extract_tb(exception.__traceback__))]
-    for is_wanted in (_is_own, _is_of_package):
+    for is_wanted in (_is_of_user, _is_of_package):
         for frame in frames:
-            path, here = Path(frame.filename), Path.cwd()
+            path, folder = Path(frame.filename), Path.cwd()
             if path.is_absolute() and is_wanted(path):
-                shown = path.relative_to(here) if here in path.parents else path.name
+                shown = path.relative_to(folder) if folder in path.parents else path.name
                 return f"{shown}:{frame.lineno} in {frame.name}"
     return ""
 
 
-def _is_own(path: Path) -> bool:
+def _is_of_user(path: Path) -> bool:
     return _EXAMPLES in path.parents or not {_PACKAGE, *_INSTALLED, *_LIBRARY}.intersection(path.parents)
 
 
 def _is_of_package(path: Path) -> bool:
     if _PACKAGE in path.parents:
         return False
-    return any(one in path.parents and path.relative_to(one).parts[0] != "torch" for one in _INSTALLED)
+    return any(site in path.parents and path.relative_to(site).parts[0] != "torch" for site in _INSTALLED)
 
 
 #: Characters of a message and of a traceback that are kept; third-party ones may have millions.
@@ -88,15 +88,15 @@ def describe(exception: BaseException, rank: int) -> Failure:
     Pipeline stages wrap an exception of the model in a bare ``RuntimeError``, which is less informative than its cause;
     then the cause is reported, and the traceback shows both.
     """
-    telling = exception
-    while type(telling) is RuntimeError and telling.__cause__ is not None:
-        telling = telling.__cause__
+    cause = exception
+    while type(cause) is RuntimeError and cause.__cause__ is not None:
+        cause = cause.__cause__
     return Failure(
         rank=rank,
-        type=type(telling).__name__,
-        message=_shortened(said(telling), _LONGEST_MESSAGE),
+        type=type(cause).__name__,
+        message=_shortened(said(cause), _LONGEST_MESSAGE),
         traceback=_shortened("".join(traceback.format_exception(exception)), _LONGEST_TRACEBACK),
-        where=user_frame(telling) or user_frame(exception),
+        where=user_frame(cause) or user_frame(exception),
     )
 
 
@@ -107,37 +107,37 @@ def _shortened(text: str, most: int) -> str:
     return text if left_out <= 0 else f"{text[:half]} ... ({left_out:,} characters left out) ... {text[-half:]}"
 
 
-def describe_exit(rank: int, exit_code: int) -> Failure:
-    """Report, as its parent, a rank that exited with this status (``-n``: signal ``n``)."""
-    if exit_code < 0:
-        kind = next((one.name for one in signal.Signals if one == -exit_code), f"signal {-exit_code}")
-        message = _signal_message(kind)
-    else:
-        kind, message = "ExitStatus", f"ended with exit status {exit_code} and without a report"
-    return Failure(rank, kind, message, exit_code=exit_code)
-
-
-def of_launcher(kind: str, message: str) -> Failure:
-    """Report a failure of the launcher, with its own message."""
-    return Failure(-1, kind, message)
+#: What signals that end a rank mean.
+_SIGNALS = {
+    "SIGKILL": "killed by SIGKILL (the kernel's out-of-memory killer sends this too)",
+    "SIGSEGV": "killed by SIGSEGV (an invalid memory access in native code)",
+    "SIGABRT": "killed by SIGABRT (native code gave up; NCCL's watchdog does so when a collective hangs, gloo when "
+    "ranks send different sizes)",
+    "SIGBUS": "killed by SIGBUS (often a full /dev/shm)",
+    **{name: f"stopped by {name}" for name in STOP_SIGNALS},
+}
 
 
 def describe_exits(exit_codes: Mapping[int, int], world_size: int, oom_kills: int = 0) -> list[Failure]:
-    """Report, as their parent, the ranks that exited before the parent signaled any; ``exit_codes`` is by rank.
+    """Report, as their parent, the ranks that exited before the parent signaled any.
 
-    A rank that exited early with status 0 is not reported: its peers report a lost connection. ``oom_kills`` is the
-    number of processes that the kernel has killed for lack of memory since the ranks were started.
+    ``exit_codes`` is by rank, ``-n`` after signal ``n``. A rank that exited early with status 0 is not reported: its
+    peers report a lost connection. ``oom_kills`` is the number of processes that the kernel has killed for lack of
+    memory since the ranks were started.
     """
     failures = []
     for rank, code in exit_codes.items():
+        names = (number.name for number in signal.Signals if number == -code)
+        kind = "ExitStatus" if code > 0 else next(names, f"signal {-code}")
+        message = _SIGNALS.get(kind, f"killed by {kind}")
+        if code > 0:
+            message = f"ended with exit status {code} and without a report"
+        elif kind == "SIGKILL" and oom_kills:
+            message = "killed by SIGKILL: the kernel ran out of memory meanwhile"
+        alive = [other for other in range(world_size) if exit_codes.get(other) != code]
         if code:
-            failure = describe_exit(rank, code)
-            if failure.type == "SIGKILL" and oom_kills:
-                failure = replace(failure, message="killed by SIGKILL: the kernel ran out of memory meanwhile")
-            if failure.type in STOP_SIGNALS:
-                others = [other for other in range(world_size) if exit_codes.get(other) != code]
-                failure = replace(failure, unheard=others)
-            failures.append(failure)
+            unheard = alive if kind in STOP_SIGNALS else []
+            failures.append(Failure(rank, kind, message, exit_code=code, unheard=unheard))
     return failures
 
 
@@ -178,17 +178,6 @@ def _read(path: Path) -> Failure:
 
 def _report(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
-
-
-def _signal_message(name: str) -> str:
-    remarks = {
-        "SIGKILL": "killed by SIGKILL (the kernel's out-of-memory killer sends this too)",
-        "SIGSEGV": "killed by SIGSEGV (an invalid memory access in native code)",
-        "SIGABRT": "killed by SIGABRT (native code gave up; NCCL's watchdog does so when a collective hangs, gloo when "
-        "ranks send different sizes)",
-        "SIGBUS": "killed by SIGBUS (often a full /dev/shm)",
-    }
-    return remarks.get(name, f"stopped by {name}" if name in STOP_SIGNALS else f"killed by {name}")
 
 
 _COMMUNICATION_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})

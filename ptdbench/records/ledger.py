@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ptdbench.files import read_bytes, write_json
@@ -56,7 +56,7 @@ def sweep_of(directory: Path) -> Path | None:
 
 def around(folder: Path) -> Path | None:
     """Return the nearest sweep directory: a folder or one of its parents, as ``hydra.sweep.subdir`` may be nested."""
-    return next((one for one in (folder, *folder.parents) if is_ledger(one / LEDGER)), None)
+    return next((parent for parent in (folder, *folder.parents) if is_ledger(parent / LEDGER)), None)
 
 
 def is_ledger(path: Path) -> bool:
@@ -77,14 +77,14 @@ def begin(sweep_directory: Path, overrides: Sequence[str]) -> None:
 
 def add(sweep_directory: Path, jobs: Sequence[Job]) -> None:
     """Add jobs to the ledger; jobs of other runs are kept."""
-    known = read(sweep_directory)
-    by_directory = {job.directory: job for job in [*known.jobs, *jobs]}
-    write(sweep_directory, Ledger(known.overrides, sorted(by_directory.values(), key=lambda job: job.number)))
+    ledger = read(sweep_directory)
+    by_directory = {job.directory: job for job in [*ledger.jobs, *jobs]}
+    write(sweep_directory, Ledger(ledger.overrides, sorted(by_directory.values(), key=lambda job: job.number)))
 
 
 def write(sweep_directory: Path, ledger: Ledger) -> None:
     """Replace the ledger; raises OSError."""
-    write_json(sweep_directory / LEDGER, to_builtins(ledger))
+    write_json(sweep_directory / LEDGER, ledger)
 
 
 def read(sweep_directory: Path) -> Ledger:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -137,63 +136,32 @@ def read(path: Path, damaged: list[str] | None = None) -> list[RunRecord]:
         if damaged is not None:
             damaged.append(message)
 
-    loaded = _loaded(path, tell)
-    runs = [loaded] if isinstance(loaded, Run) else loaded
-    return [run.record.with_directory(str(run.directory)) for run in runs]
+    return [store.read_record(path).with_directory(str(path))] if is_run(path) else _of_folder(path, tell)
 
 
 def load(path: str | Path) -> Run | Runs:
-    """Load the records of a run, a sweep, a folder of either, or a ``results.jsonl``.
+    """Load the records of a run, a sweep, or a folder of either.
 
     Returns:
-        One record for the directory of a run; otherwise a list of runs, whose ``frame()`` returns a pandas DataFrame:
-        those of a ``results.jsonl`` in the order in which they ended, those of a folder in natural order of their
-        paths. Damaged records are skipped with a warning.
+        One record for the directory of a run; otherwise a list of runs in natural order of their paths, whose
+        ``frame()`` returns a pandas DataFrame. Damaged records are skipped with a warning.
 
     Raises:
         FileNotFoundError: There are no records.
         ptdbench.records.store.Damaged: ``path`` is the directory of a run, whose record is damaged.
     """
-    return _loaded(Path(path), warnings.warn)
-
-
-def _loaded(path: Path, tell: Callable[[str], object]) -> Run | Runs:
+    path = Path(path)
     if is_run(path):
         return Run(store.read_record(path), path)
-    if runs := _of_results(path, tell) if path.is_file() else _of_folder(path, tell):
-        return runs
-    if path.is_file() or store.holding(path, store.RECORD, store.RESULTS):
-        raise FileNotFoundError(f"{path}: no record there or below can be read")
-    if path.is_dir() and store.is_sweep(path):
-        raise FileNotFoundError(store.without_runs(path))
-    rule = f"no {store.RECORD} and no {store.RESULTS} there or below"
-    raise FileNotFoundError(f"{path}: {rule}; give the directory of a run or of a sweep, or a folder of them")
+    return Runs(Run(record, Path(record.directory)) for record in _of_folder(path, warnings.warn))
 
 
-def _of_results(path: Path, tell: Callable[[str], object]) -> Runs:
-    if path.name != store.RESULTS:
-        raise FileNotFoundError(f"{path}: is not a {store.RESULTS}; give that or a directory")
-    sweep = path.parent
-    records = store.read_results(sweep, tell)
-    return Runs(Run(record, sweep / store.below(sweep, record.directory)) for record in records)
-
-
-def _of_folder(folder: Path, tell: Callable[[str], object]) -> Runs:
-    """Read the runs from their own records, or from a sweep's results if only those were kept."""
-    runs = {}
-    for directory in store.holding(folder, store.RECORD):
-        try:
-            runs[directory] = Run(store.read_record(directory), directory)
-        except store.Damaged as damage:
-            tell(str(damage))
-        except OSError as error:
-            tell(f"{directory / store.RECORD}: cannot be read: {error.strerror}")
-    for sweep in store.holding(folder, store.RESULTS):
-        runs = {run.directory: run for run in _of_results(sweep / store.RESULTS, tell)} | runs
-    return Runs(runs[directory] for directory in sorted(runs, key=_in_order))
-
-
-def _in_order(path: Path) -> list[tuple[int, str]]:
-    """Return a sort key that puts ``2_toy`` before ``10_toy``."""
-    parts = re.split(r"0*(\d+)", str(path))
-    return [(len(part), part) if part.isdecimal() else (-1, part) for part in parts]
+def _of_folder(folder: Path, tell: Callable[[str], object]) -> list[RunRecord]:
+    if records := store.read_runs(folder, tell):
+        return records
+    if store.run_directories(folder):
+        raise FileNotFoundError(f"{folder}: no record there or below can be read")
+    if store.is_sweep(folder):
+        raise FileNotFoundError(store.without_runs(folder))
+    rule = f"no {store.RECORD} there or below"
+    raise FileNotFoundError(f"{folder}: {rule}; give the directory of a run or of a sweep, or a folder of them")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from ptdbench.files import read_bytes, write_json
 from ptdbench.launch import slurm
@@ -187,9 +187,8 @@ class ProgressFile:
         if now < self._next and step < steps:
             return
         self._next = now + _PROGRESS_SECONDS
-        known = to_builtins(Progress(step, steps, self._unit, per_second))
         with suppress(OSError):  # a run must not fail because its progress cannot be written
-            write_json(self._path, known, durable=False)
+            write_json(self._path, Progress(step, steps, self._unit, per_second), durable=False)
 
 
 def read_progress(directory: Path) -> Progress | None:

@@ -22,7 +22,7 @@ from ptdbench.terminal import sources
 FIELDS = schema.Record.__struct_fields__
 
 #: Results that a resumed run keeps from its earlier starts.
-_FOUND = ("metrics", "steps", "final_loss", "evaluations", "segments", "micro_batch")
+_RESULTS = ("metrics", "steps", "final_loss", "evaluations", "segments", "micro_batch")
 
 
 def begin(
@@ -64,7 +64,7 @@ def begin(
     }
 
 
-#: Fields of a record that were known before the run was started: its configuration's and those of its summary.
+#: Fields of a record that are known before the run starts, from its configuration and its summary.
 _BEFORE_START = (
     "world_size", "kind", "model", "parallel", "global_batch", "precision", "kernels", "parameters",
     "tokens_per_sample", "layout", "variables",
@@ -73,8 +73,8 @@ _BEFORE_START = (
 
 def started(record: Written, directory: Path, environment: Mapping[str, object], owner: Owner, launcher: str) -> Draft:
     """Return the record of a run that a process starts; what was known of the run before its start stays."""
-    known = {name: record.get(name) for name in _BEFORE_START} | {"launcher": launcher}
-    return begin(configuration(record), directory, environment, owner=owner) | known
+    kept = {name: record.get(name) for name in _BEFORE_START} | {"launcher": launcher}
+    return begin(configuration(record), directory, environment, owner=owner) | kept
 
 
 def configuration(record: Written) -> Configuration:
@@ -89,7 +89,7 @@ def failed(record: Written, failure: Failure) -> Draft:
 
 def with_earlier_results(draft: Written, earlier: Written) -> Draft:
     """Return the draft of a resumed run's record, with the results of its earlier starts."""
-    kept = {name: earlier[name] for name in _FOUND if earlier.get(name) is not None}
+    kept = {name: earlier[name] for name in _RESULTS if earlier.get(name) is not None}
     typed = draft if draft.get("overrides") is not None else earlier
     goes_on = same_work(configuration(earlier), configuration(draft))
     words = {name: typed.get(name) for name in ("overrides", "sources")}
@@ -138,12 +138,12 @@ def is_settled(record: Written) -> bool:
     return record["status"] == "ok" or (error.rank == -1 and error.type not in ("", UNFINISHED))
 
 
-def same_work(one: Configuration, other: Configuration) -> bool:
+def same_work(config: Configuration, other: Configuration) -> bool:
     """Return whether two resolved configurations describe the same run, possibly with other cluster resources.
 
     For example, a run that reached its time limit may be given more time.
     """
-    return work(one) == work(other)
+    return work(config) == work(other)
 
 
 def work(config: Configuration, ignored: Collection[str] = ()) -> str:
@@ -152,21 +152,21 @@ def work(config: Configuration, ignored: Collection[str] = ()) -> str:
     An empty group equals a missing one, and an unset shape option a missing one. Options with the dotted names
     ``ignored`` make no difference, in addition to those that never do.
     """
-    return _digest({name: value for name, value in _asked(config).items() if name not in ignored})
+    return _digest({name: value for name, value in _requested(config).items() if name not in ignored})
 
 
-def _asked(config: Configuration) -> dict[str, object]:
+def _requested(config: Configuration) -> dict[str, object]:
     """Return the options of a resolved configuration that identify its run, by their dotted names."""
     options = ((name, value) for name, value in leaves(config) if value != {} and EARLIER.get(name) != value)
-    asked = {name: value for name, value in options if not affects(name, "nothing", "queue")}
-    unset = {name for name in options_affecting("shape") if asked.get(name) is None}
-    return {name: value for name, value in asked.items() if name not in unset}
+    requested = {name: value for name, value in options if not affects(name, "nothing", "queue")}
+    unset = {name for name in options_affecting("shape") if requested.get(name) is None}
+    return {name: value for name, value in requested.items() if name not in unset}
 
 
 def same_where_both(was: Configuration, now: Configuration, ignored: Collection[str]) -> bool:
     """Compare like :func:`work`, but only options of both: a later version may have added or removed some."""
-    one, other = _asked(was), _asked(now)
-    return all(one[name] == other[name] for name in (one.keys() & other.keys()) - {*ignored})
+    before, after = _requested(was), _requested(now)
+    return all(before[name] == after[name] for name in (before.keys() & after.keys()) - {*ignored})
 
 
 def work_difference(was: Configuration, now: Configuration) -> str | None:
@@ -174,9 +174,9 @@ def work_difference(was: Configuration, now: Configuration) -> str | None:
 
     Only the first three are named, as configurations of different package versions may differ in many.
     """
-    sides = [{name: as_typed(value) for name, value in _asked(config).items()} for config in (was, now)]
+    sides = [{name: as_typed(value) for name, value in _requested(config).items()} for config in (was, now)]
     values = {name: [side.get(name, "not set") for side in sides] for name in sides[0] | sides[1]}
-    differing = [f"{name}={one} (here {other})" for name, (one, other) in values.items() if one != other]
+    differing = [f"{name}={before} (here {after})" for name, (before, after) in values.items() if before != after]
     return ", ".join([*differing[:3], *([f"{len(differing) - 3} more"] if len(differing) > 3 else [])]) or None
 
 

@@ -149,7 +149,7 @@ def option(config: Configuration, name: str, kind: Any) -> Any:
 
 def start_command(launcher: str | None, config: Configuration) -> str:
     """Return the command that starts a run, without overrides; for a launcher's ranks it is only a template."""
-    if given := option(config, "program.options", list[str]):  # any program on virtual GPUs
-        return f"{command('virtual')} {shlex.join(given)} --"
+    if options := option(config, "program.options", list[str]):  # any program on virtual GPUs
+        return f"{command('virtual')} {shlex.join(options)} --"
     by_hand = launcher not in (None, "local") and not option(config, "cluster.submit", str)
     return under(str(launcher)) if by_hand else command()

@@ -1,4 +1,4 @@
-"""Records on disk: ``record.json`` in a run's directory, and a line of ``results.jsonl`` in its sweep's.
+"""Records on disk: ``record.json`` in a run's directory, and a copy of all in ``results.jsonl`` in its sweep's.
 
 See :mod:`ptdbench.files` for how they are written. Locks use ``fcntl`` directly, not ``filelock``, which leaves a lock
 file behind, where here the results themselves are locked; raises the same error for a file system without locks and
@@ -13,11 +13,11 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ptdbench.files import create_atomically, read_bytes, strict, write_json
+from ptdbench.files import create_atomically, read_bytes, replace_bytes, write_json
 from ptdbench.problems import ConfigError, Problem, in_shell
 from ptdbench.records.run_record import RunRecord, parse
 from ptdbench.records.schema import Draft, Written
@@ -95,85 +95,52 @@ def load_or_set_aside(directory: Path) -> RunRecord | None:
         return None
 
 
-def append_result(sweep_directory: Path, record: Written) -> None:
-    """Add a record to the results of a sweep, whose runs may end at the same time in several processes.
+def read_runs(folder: Path, tell: Callable[[str], object] = lambda _: None) -> list[RunRecord]:
+    """Return the records of the runs at or below a folder, in natural order of their paths.
 
-    Of a run that is done again the last line counts. A partial line, left by a killed writer, is removed: its run still
-    has its own record.
-
-    Raises:
-        OSError: The line could not be written; the others are left unchanged.
+    Their ``directory`` is where they are now. ``tell`` is called with a message for each that cannot be read, which is
+    skipped.
     """
-    path, line = sweep_directory / RESULTS, (json.dumps(strict(record), allow_nan=False) + "\n").encode()
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        with suppress(OSError):  # without locks, a single appending write is the best that can be done
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        end = _cut_torn_line(descriptor)
-        if os.write(descriptor, line) != len(line):
-            os.ftruncate(descriptor, end)
-            raise OSError(f"no room for a result in {path}")
-    finally:
-        os.close(descriptor)  # also releases the lock
+    records = []
+    for directory in sorted(run_directories(folder), key=_in_order):
+        try:
+            records.append(read_record(directory).with_directory(str(directory)))
+        except Damaged as damage:
+            tell(str(damage))
+        except OSError as error:
+            tell(f"{directory / RECORD}: cannot be read: {error.strerror}")
+    return records
 
 
 def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _: None) -> list[RunRecord]:
-    """Return the records of a sweep in the order in which its runs ended.
-
-    If a run has several records, as after a resume, the last one counts. ``tell`` is called with a message for each
-    damaged line, which is skipped, and for a file that cannot be read. A partial last line, left by
-    a killed writer, is ignored: its run has its own record.
-    """
-    path = sweep_directory / RESULTS
-    try:
-        lines = read_bytes(path).split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        tell(f"{path}: cannot be read: {error.strerror}")
-        return []
-    records: dict[str, RunRecord] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = parse(line)
-        except ValueError as error:
-            if line.strip() and number < len(lines):
-                tell(f"{path}: line {number} is damaged and skipped: {error}")
-        else:
-            name = below(sweep_directory, record.directory)
-            records.pop(name, None)
-            records[name] = record
-    return list(records.values())
+    """Return the records of a sweep's runs that have ended; arguments as for :func:`read_runs`."""
+    return [run for run in read_runs(sweep_directory, tell) if not run.is_open]
 
 
-def holding(folder: Path, *names: str) -> list[Path]:
-    """Return the directories at or below a folder that contain a file with one of these names, sorted.
+def write_results(sweep_directory: Path, records: Iterable[RunRecord]) -> None:
+    """Write records into one file, a line each, for other programs; OSError if that fails."""
+    lines = "".join(f"{json.dumps(record.written)}\n" for record in records)
+    replace_bytes(sweep_directory / RESULTS, lines.encode())
+
+
+def _in_order(path: Path) -> list[tuple[int, str]]:
+    """Return a sort key that puts ``2_toy`` before ``10_toy``."""
+    parts = re.split(r"0*(\d+)", str(path))
+    return [(len(part), part) if part.isdecimal() else (-1, part) for part in parts]
+
+
+def run_directories(folder: Path) -> list[Path]:
+    """Return the directories at or below a folder that contain a record, sorted.
 
     Short runs that try a micro-batch are left out. Directories that vanish during the search, such as an old checkpoint
     or one being created, are skipped, which :meth:`pathlib.Path.rglob` does only since Python 3.13.
     """
     directories = []
     for place, folders, files in os.walk(folder):
-        if not {*names}.isdisjoint([*folders, *files]):
+        if RECORD in (*folders, *files):
             directories.append(Path(place))
         folders[:] = [name for name in folders if name != TRIES]
     return sorted(directories)
-
-
-def below(sweep_directory: Path, path: str) -> str:
-    """Return a run's directory relative to its sweep's, which may have been moved since.
-
-    ``outputs/<sweep>/toy/ddp`` becomes ``toy/ddp``.
-    """
-    parts = [part for part in Path(path).parts if part != ".."]  # it is below, whatever a record says
-    sweep = {sweep_directory.name, sweep_directory.resolve().name}  # of a link, and of what it leads to
-    outer = parts[-2::-1]  # the run itself may have the same name
-    named = [place + 1 for place, part in enumerate(outer) if part in sweep]
-    whole = [] if Path(path).is_absolute() else [len(parts)]  # hydra.sweep.dir=.
-    depths = [*whole, *(named or range(len(outer), 0, -1))] or [1]  # a renamed sweep: the longest path that is there
-    names = [str(Path(*parts[len(parts) - depth :])) for depth in depths]
-    # Of several that it may be, as a folder below the sweep or around it has the same name, that which is there.
-    return next((name for name in names[:-1] if os.path.isdir(sweep_directory / name)), names[-1])  # false if too long
 
 
 def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], again: bool) -> None:
@@ -192,14 +159,12 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
         is_new = create_atomically(directory, fill)
     lock(directory, option)
     if not is_new:
-        own = "sweep.resume" if is_sweep(directory) else "resume" if (directory / RECORD).exists() else None
-        if not again and (own or any(directory.glob(f"*/{RECORD}"))):
-            remedy = (
-                f"try {in_shell(own, directory)} to continue it, or another directory"
-                if own
-                else "give another directory"
+        resume = "sweep.resume" if is_sweep(directory) else "resume" if (directory / RECORD).exists() else None
+        if not again and (resume or any(directory.glob(f"*/{RECORD}"))):
+            remedy = f"try {in_shell(resume, directory)} to continue it, or another directory" if resume else ""
+            raise ConfigError(
+                [Problem(option, directory, "it already holds results", remedy or "give another directory")]
             )
-            raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
         with _writable(directory, option):
             fill(directory, directory)
 
@@ -230,10 +195,10 @@ def unlock_all() -> None:
         unlock(directory)
 
 
-def try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
+def try_lock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool:
     """Try to take a lock; return ``True`` also if the file system has no locks, as on some clusters."""
     try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
@@ -300,16 +265,6 @@ def _writable(directory: Path, option: str) -> Iterator[None]:
     except OSError as error:
         rule = f"nothing can be written there ({error.strerror})"
         raise ConfigError([Problem(option, directory, rule, "give one that you may write to")]) from None
-
-
-def _cut_torn_line(descriptor: int) -> int:
-    """Truncate after the last line end; return the remaining length."""
-    size = os.fstat(descriptor).st_size
-    if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
-        return size
-    end = os.pread(descriptor, size, 0).rfind(b"\n") + 1
-    os.ftruncate(descriptor, end)
-    return end
 
 
 def _numbered(stem: str) -> itertools.chain[str]:

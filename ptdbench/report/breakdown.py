@@ -56,8 +56,8 @@ def compare_memory(record: RunRecord, against: RunRecord, called: str, reference
     if not (ours and theirs):
         return
     if abs(ours.peak - theirs.peak) <= _EQUAL * max(ours.peak, theirs.peak):
-        one, other = (f"{size:,.{decimals(size, 3)}f} MiB" for size in (ours.peak / 2**20, theirs.peak / 2**20))
-        yield f"memory: {called} {one} vs {reference} {other}: within {_EQUAL:.0%}"
+        peak, other = (f"{size:,.{decimals(size, 3)}f} MiB" for size in (ours.peak / 2**20, theirs.peak / 2**20))
+        yield f"memory: {called} {peak} vs {reference} {other}: within {_EQUAL:.0%}"
         return
     parts = {kind: (ours.bytes[kind] - theirs.bytes[kind]) / 2**20 for kind in KINDS}
     yield f"memory: {difference(called, reference, 'MiB', parts, {}, digits=3)}"
@@ -148,7 +148,7 @@ def of_ranks(record: RunRecord, called: str, width: int) -> str:
 def _blocks(
     times: Sequence[str], records: Mapping[str, RunRecord], memory: Sequence[str], remarks: Iterable[str], width: int
 ) -> str:
-    """Join the table of times, that of operations, that of memory, and remarks."""
+    """Join the tables of times, operations and memory, and remarks."""
     taken = [*times, *_profiled(records.values(), width)]
     blocks = [taken, list(_operations(records, width)), memory, [wrap(remark, width) for remark in remarks]]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)

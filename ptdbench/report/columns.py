@@ -10,7 +10,7 @@ from typing import Any
 
 from ptdbench.comparison import predictions, ranking
 from ptdbench.comparison.alternatives import Alternative, sweep_of
-from ptdbench.comparison.ranking import Ranking, Standing, interval_text, margin_text
+from ptdbench.comparison.ranking import Standing, interval_text, margin_text
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import remarks, text, virtual, why
 from ptdbench.report.labels import names, title
@@ -46,7 +46,7 @@ class Column(text.Column[Row]):
     field: str = ""  #: Its name in the rows of the page, if different.
     higher_is_better: bool = False  #: Whether the largest figure is the best one.
     always_shown: bool = False  #: Whether every table has it, even without figures.
-    #: Whether it says anything about these rows, which have a figure in it.
+    #: Whether it is of interest for these rows, some of which have a figure in it.
     applies: Callable[[Sequence[Row]], bool] = lambda rows: True
     tables: tuple[str, ...] = ("terminal", "file", "page", "paper")  #: Where tables have it.
     #: What the title of a table without room for it says of its text, if all rows have the same.
@@ -191,25 +191,17 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def predicted() -> list[text.Column[Row]]:
-    """Return the columns of the predicted steps of plans, which are always shown."""
+_NAMED = {column.name: column for column in COLUMNS}
 
-    def figure(
-        heading: str, value: Callable[[Row], Any], write: Callable[[Any], str] = three_digits
-    ) -> text.Column[Row]:
-        return text.Column(heading, lambda row: figure_text(value(row), write), is_text=write is str)
-
-    def against_best(row: Row) -> str:
-        return figure_text(row.place.ratio, "{:.2f}x".format) + interval_text(row.place.against_best, 2)
-
-    return [
-        figure("#", lambda row: row.place.rank, lambda ends: "-".join(map(str, dict.fromkeys(ends)))),
-        text.Column("vs best (95 %)", against_best),
-        replace(figure("tokens/s", attrgetter("run.predicted.tokens_per_second")), drop_order=12),
-        figure("step ms", attrgetter("run.predicted.step_seconds"), _milliseconds),
-        figure("MFU", attrgetter("run.predicted.mfu"), _PERCENT),
-        figure("bound by", attrgetter("run.predicted.bound_by"), str),
-    ]
+#: The columns of predicted steps in tables of plans, which are omitted last.
+PREDICTED = (
+    _NAMED["rank"],
+    replace(_NAMED["ratio"], heading="vs best (95 %)", drop_order=None),
+    _figure("tokens/s", "predicted_rate", attrgetter("run.predicted.tokens_per_second"), three_digits, drop_order=12),
+    replace(_NAMED["predicted_ms"], heading="step ms", drop_order=None),
+    _figure("MFU", "predicted_mfu", attrgetter("run.predicted.mfu"), _PERCENT),
+    replace(_NAMED["bound_by"], drop_order=None),
+)
 
 
 #: Maximum number of runs to explain below a table; ``ptdbench explain`` covers all.
@@ -246,11 +238,13 @@ class Section:
 
     def columns(self, where: str = "terminal") -> list[Column]:
         """Return the columns of a table in a terminal, a file, the page or a paper: those that say anything."""
-        tabled = [one for one in COLUMNS if where in one.tables and (one.always_shown or self._shows(one))]
-        return [replace(one, heading=one.heading.format(unit=self.unit, device=self.device)) for one in tabled]
+        columns = [column for column in COLUMNS if where in column.tables and self._shows(column)]
+        words = {"unit": self.unit, "device": self.device}
+        return [replace(column, heading=column.heading.format(**words)) for column in columns]
 
     def _shows(self, column: Column) -> bool:
-        return any(column.cell(row) != MISSING for row in self.rows) and column.applies(self.rows)
+        has_figures = any(column.cell(row) != MISSING for row in self.rows)
+        return column.always_shown or (has_figures and column.applies(self.rows))
 
     @property
     def device(self) -> str:
@@ -267,7 +261,7 @@ def sections(alternatives: Iterable[Alternative]) -> list[Section]:
 
 def answers(sections: Sequence[Section]) -> list[str]:
     """Return the sentence that answers which row is fastest, of each section; of several, with their names."""
-    return [one.answer if len(sections) == 1 else f"{one.name}: {one.answer}" for one in sections]
+    return [section.answer if len(sections) == 1 else f"{section.name}: {section.answer}" for section in sections]
 
 
 def unit(records: Iterable[RunRecord]) -> str:
@@ -276,18 +270,17 @@ def unit(records: Iterable[RunRecord]) -> str:
     return "tokens" if any(map(any, rates)) else "samples"
 
 
-def _section(ranked: Ranking) -> Section:
-    typical = [place.alternative.median_run for place in ranked.places]
-    named = names(typical)
-    rows = list(map(Row, ranked.places, named))
-    if not any(place.rate for place in ranked.places):
+def _section(places: Sequence[Standing]) -> Section:
+    named = names([place.alternative.median_run for place in places])
+    rows = list(map(Row, places, named))
+    if not any(place.rate for place in places):
         rows = _predicted_order(rows)
     counted = unit(run for row in rows for run in row.runs)
-    return Section(rows, counted, _answer(rows, counted), remarks.of_rows(ranked, named), _why(rows))
+    return Section(rows, counted, _answer(rows, counted), remarks.of_rows(places, named), _why(rows))
 
 
 def _predicted_order(rows: Sequence[Row]) -> list[Row]:
-    """Return rows of which none was measured in the order of their predicted steps, without a measured rate."""
+    """Order rows without any measurement by their predicted steps; their rates stay unknown."""
     of_run = {id(row.run): row for row in rows}
     places = [(place, of_run[id(place.alternative.runs[0])]) for place in predictions.rank([row.run for row in rows])]
     return [Row(replace(place, rate=None, alternative=row.place.alternative), row.name) for place, row in places]

@@ -8,7 +8,7 @@ from msgspec import to_builtins
 
 from ptdbench.comparison import ranking
 from ptdbench.comparison.alternatives import Alternative, of_sweeps
-from ptdbench.comparison.ranking import Ranking, Standing
+from ptdbench.comparison.ranking import Standing
 from ptdbench.records.load import is_run, read
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import breakdown, labels, recorded_phases, virtual, why
@@ -62,8 +62,8 @@ def explain(directories: Sequence[Path]) -> Explanation:
     if not imitated and len(explanation.reasons) == len(others):
         raise Refused("\n".join(explanation.reasons))
     measured = [run for run in others if not run.kind]
-    for ranked in ranking.of_models(of_sweeps(run for run in measured if run.model)):
-        explanation.groups += _of_model(ranked)
+    for places in ranking.of_models(of_sweeps(run for run in measured if run.model)):
+        explanation.groups += _of_model(places)
     return explanation
 
 
@@ -113,23 +113,25 @@ def _as_json(group: Group) -> dict[str, object]:
     return {"reference": group.reference, "runs": runs, "lines": group.lines}
 
 
-def _of_model(ranked: Ranking) -> list[Group]:
+def _of_model(places: Sequence[Standing]) -> list[Group]:
     """Group the alternatives that did the same work, using their runs with phases."""
+    is_known = any(place.against_best for place in places)
     phased = [
         replace(place, alternative=Alternative(kept, {}))
-        for place in ranked.places
+        for place in places
         if (kept := [run for run in place.alternative.runs if not recorded_phases.missing(run)])
     ]
-    typical = {place: one.alternative.median_run for place, one in enumerate(phased)}
-    return [_side_by_side([phased[place] for place in group], ranked) for group in recorded_phases.groups(typical)]
+    typical = {number: place.alternative.median_run for number, place in enumerate(phased)}
+    groups = recorded_phases.groups(typical)
+    return [_side_by_side([phased[number] for number in group], is_known) for group in groups]
 
 
-def _side_by_side(places: Sequence[Standing], ranked: Ranking) -> Group:
+def _side_by_side(places: Sequence[Standing], is_known: bool) -> Group:
     """Explain why the first run is faster, if that is known, or else compare the typical runs."""
     named = dict(zip(labels.names([place.alternative.median_run for place in places]), places, strict=True))
     runs = {name: place.alternative.median_run for name, place in named.items()}
     (reference, first), *others = runs.items()
-    if others and not ranked.is_known:
+    if others and not is_known:
         lines = [why.compare(run, first, name, reference) for name, run in others]
     else:
         (behind,) = why.in_order(named)

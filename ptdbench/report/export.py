@@ -16,7 +16,7 @@ from ptdbench.parallel.options import Options
 from ptdbench.problems import Problem, require
 from ptdbench.records.run_record import RunRecord
 
-#: Options beside those of ``parallel`` that a layout may consist of, and the values that need no word.
+#: Options outside ``parallel`` that are part of a layout, and the values that need no mention.
 _PLAIN = {
     "activations.name": "keep", "activations.every": 1, "activations.products": 2, "precision": "fp32",
     "compile": False, "offload": "none", "train.clip_norm": None, "kernels": "torch",
@@ -38,10 +38,10 @@ def export(run: RunRecord, target: str) -> tuple[str, list[str]]:
     if target == "accelerate" and {"tensor", "context"} & {*degrees} and "shard" not in degrees:
         alien = alien or [*degrees]  # it splits products and sequences of sharded weights only
     able = [name for name, other in table.items() if name != target and {*degrees} <= {*other["degrees"]}]
-    rule = f"cannot be told {' and '.join(f'{name}={degrees[name]}' for name in alien)} of {run.directory}"
+    rule = f"cannot express {' and '.join(f'{name}={degrees[name]}' for name in alien)} of {run.directory}"
     require(Problem("--to", target, rule, f"try {' or '.join(able)}") if alien else None)
-    given = run.config["parallel"]
-    options = Options(**{option.name: given[option.name] for option in fields(Options) if option.name in given})
+    parallel = run.config["parallel"]
+    options = Options(**{option.name: parallel[option.name] for option in fields(Options) if option.name in parallel})
     carried = row["options"] | (row.get("sharded_options", {}) if options.shards(plan.dims) else {})
     lost = [
         f"{name.removesuffix('.name')}={value}"
@@ -89,14 +89,14 @@ def _words(run: RunRecord, plan: BatchPlan, options: Options) -> set[str]:
 
 def _values(run: RunRecord, plan: BatchPlan, options: Options, words: set[str]) -> dict[str, object]:
     """Return the values that a text refers to: of options, of the layout, and what follows from them."""
-    precision, every = run.precision or "fp32", run.option("activations.every", int) or 1
+    precision, stride = run.precision or "fp32", run.option("activations.every", int) or 1
     narrow, bucket = precision == "bf16", options.bucket_mb
     mesh = {f"dp_{name}": size for name in ("replicate", "shard") if (size := getattr(plan.dims, name)) > 1}
     return {
         **vars(options), **plan.as_dict(), "world_size": plan.dims.world_size, "nodes": len(run.nodes) or 1,
         "shape": (*mesh.values(),) or (1,), "names": f"({', '.join(map(json.dumps, mesh or ['dp_replicate']))},)",
         "local_batch": plan.micro_batch * plan.microbatches, "length": run.tokens_per_sample,
-        "clip_norm": run.option("train.clip_norm", Any), "recomputed": "layers" if every == 1 else f"layers[::{every}]",
+        "clip_norm": run.option("train.clip_norm", Any), "recomputed": "layers" + f"[::{stride}]" * (stride > 1),
         "mode": 'mode="max-autotune-no-cudagraphs"' if "autotune" in words else "",
         "dtype": "torch.bfloat16" if narrow else None, "sent": f"torch.{_DTYPES[options.sent]}",
         "offload_policy": "CPUOffloadPolicy" if "offload" in words else "OffloadPolicy",

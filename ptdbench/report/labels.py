@@ -91,7 +91,7 @@ def names(records: Sequence[RunRecord]) -> list[str]:
     """
     several = len({record.model for record in records}) > 1
     first = [f"{record.model} {_parallel(record)}" if several else _parallel(record) for record in records]
-    return _told_apart(records, first, [*_DETAILS, *_PLACES])
+    return _distinguished(records, first, [*_DETAILS, *_PLACES])
 
 
 def titles(records: Sequence[RunRecord]) -> list[str]:
@@ -100,10 +100,10 @@ def titles(records: Sequence[RunRecord]) -> list[str]:
     A name has model and preset, or the workload of a run without a model, then what differs between runs of the same
     name. Records of runs that have not started suffice.
     """
-    return _told_apart(records, [name(record) for record in records], _DETAILS)
+    return _distinguished(records, [name(record) for record in records], _DETAILS)
 
 
-def _told_apart(records: Sequence[RunRecord], names: list[str], details: Sequence[_Detail]) -> list[str]:
+def _distinguished(records: Sequence[RunRecord], names: list[str], details: Sequence[_Detail]) -> list[str]:
     """Add details to the names, one after another, for runs that look the same without them."""
     for detail in details:
         for places in grouped((name, place) for place, name in enumerate(names)).values():
@@ -141,8 +141,8 @@ def _degrees(record: RunRecord) -> str:
         return " ".join(f"{Dims.rows()[name].letter}{degree}" for name, degree in above.items())
     if "pipeline" not in above and len(above) < 2:
         # Show a degree that was set explicitly: with parallel=ddp, shard=2 shards.
-        given = [name for name in above if record.option(f"parallel.{name}", int) is not None]
-        return "".join(f"{Dims.rows()[name].letter}{above[name]}" for name in given)
+        typed = [name for name in above if record.option(f"parallel.{name}", int) is not None]
+        return "".join(f"{Dims.rows()[name].letter}{above[name]}" for name in typed)
     return "x".join(map(str, ({"replicate": 1} | above).values()))
 
 
@@ -205,9 +205,9 @@ class Environments:
     """The distinct environments of runs, in the order of the runs."""
 
     def __init__(self, runs: Iterable[RunRecord]) -> None:
-        known = {_key(run): run.written["environment"] for run in runs if run.written.get("environment")}
-        self.found = [*known.values()]  #: The environments, as recorded.
-        self._numbers = {text: number for number, text in enumerate(known)}
+        recorded = {_key(run): run.written["environment"] for run in runs if run.written.get("environment")}
+        self.distinct = [*recorded.values()]  #: The environments, as recorded.
+        self._numbers = {text: number for number, text in enumerate(recorded)}
 
     def number(self, run: RunRecord) -> int | None:
         """Return the index of a run's environment; ``None`` if it is not recorded."""
@@ -215,15 +215,18 @@ class Environments:
 
     def described(self) -> dict[str, dict[str, str]]:
         """Return the known fields of each environment by its title; of several, those that all share come first."""
-        known = [{name: _field(value) for name, value in leaves(one) if value not in _UNKNOWN} for one in self.found]
-        if len(known) < 2:
-            return {f"environment: {_title(one, ())}": one for one in known}
-        shared = dict(set.intersection(*(set(one.items()) for one in known)))
-        common = {name: text for name, text in known[0].items() if name in shared}
+        environments = [
+            {name: _field(value) for name, value in leaves(environment) if value not in _UNKNOWN}
+            for environment in self.distinct
+        ]
+        if len(environments) < 2:
+            return {f"environment: {_title(fields, ())}": fields for fields in environments}
+        shared = dict(set.intersection(*(set(fields.items()) for fields in environments)))
+        common = {name: text for name, text in environments[0].items() if name in shared}
         described = {"common to all environments": common} if common else {}
-        for place, one in enumerate(known, start=1):
-            apart = {name: text for name, text in one.items() if name not in shared}
-            described[f"environment {place}: {_title(one, apart)}"] = apart
+        for number, fields in enumerate(environments, start=1):
+            apart = {name: text for name, text in fields.items() if name not in shared}
+            described[f"environment {number}: {_title(fields, apart)}"] = apart
         return described
 
 

@@ -10,7 +10,7 @@ from ptdbench.report.columns import Column, Section
 from ptdbench.report.text import MISSING
 from ptdbench.terminal import plain
 
-#: What LaTeX reads as something else, and how it is written; a range has an en dash.
+#: Characters with a meaning in LaTeX, and how to write them.
 _ESCAPES = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}", "±": r"$\pm$", "·": r"$\cdot$",
@@ -27,18 +27,19 @@ def latex(title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
 
 def _table(section: Section) -> Iterator[str]:
     """Yield the lines of a table; what is equal in all rows is in its caption."""
-    cells = {one: [one.cell(row) for row in section.rows] for one in section.columns("paper")}
-    alike = [one for one, texts in cells.items() if one.in_title and len({*texts}) == 1]
-    shown = [one for one, texts in cells.items() if one not in alike and {*texts} != {MISSING}]
-    caption = f"{section.title(one.in_title(cells[one][0]) for one in alike if one.in_title)}. {section.answer}"
+    cells = {column: [column.cell(row) for row in section.rows] for column in section.columns("paper")}
+    alike = [column for column, texts in cells.items() if column.in_title and len({*texts}) == 1]
+    shown = [column for column, texts in cells.items() if column not in alike and {*texts} != {MISSING}]
+    title = section.title(column.in_title(cells[column][0]) for column in alike if column.in_title)
+    caption = f"{title}. {section.answer}"
     yield r"\begin{table}"
     yield r"  \centering\footnotesize\setlength{\tabcolsep}{3pt}"
     yield rf"  \caption{{{_escaped(caption)}}}"
-    yield rf"  \begin{{tabular}}{{{''.join('l' if one.is_text else 'r' for one in shown)}}}"
+    yield rf"  \begin{{tabular}}{{{''.join('l' if column.is_text else 'r' for column in shown)}}}"
     yield r"    \toprule"
-    yield _line(one.heading for one in shown)
+    yield _line(column.heading for column in shown)
     yield r"    \midrule"
-    yield from (_line(_ranged(one, cells[one][place]) for one in shown) for place in range(len(section.rows)))
+    yield from (_line(_ranged(column, cells[column][place]) for column in shown) for place in range(len(section.rows)))
     yield r"    \bottomrule"
     yield r"  \end{tabular}"
     yield r"\end{table}"

@@ -40,7 +40,7 @@ class Start:
 
     directory: Path  #: The run's directory.
     first: int  #: Its first step, counted over all starts.
-    known: str | None  #: The service's name of an earlier start, which goes on if ``first`` is above 0; else ``None``.
+    earlier: str | None  #: The service's name of an earlier start, which goes on if ``first`` is above 0, or ``None``.
     sweep: str | None  #: The name of its sweep, if it is part of one.
     hparams: Mapping[str, str | float]  #: Hyperparameters that distinguish it from other runs.
     swept: Collection[str]  #: The hyperparameters to which the sweep gives several values.
@@ -102,8 +102,8 @@ class TensorBoard:
 
     def send(self, points: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
         """See :class:`Service`; the figures written last count."""
-        for tag, value, step, at in points:
-            self._writer.add_scalar(tag, value, step, walltime=at)
+        for tag, value, step, time in points:
+            self._writer.add_scalar(tag, value, step, walltime=time)
         for tag, value in summary.items():
             self._writer.add_scalar(tag, value, last_step)
         self._writer.flush()
@@ -171,7 +171,7 @@ class WandB:
             name=start.directory.name,
             group=start.sweep,
             config=dict(start.hparams),
-            id=start.known if start.first else None,
+            id=start.earlier if start.first else None,
             resume="allow",
             settings=settings,
         )
@@ -257,13 +257,13 @@ class Log:
 
     def _open(self, record: RunRecord, first: int) -> None:
         path = self._directory / FILE
-        known = None
+        earlier = None
         with suppress(OSError, ValueError, AttributeError):  # AttributeError: it holds something else
-            known = json.loads(path.read_text()).get(self._service.package)
+            earlier = json.loads(path.read_text()).get(self._service.package)
         sweep, swept = sweep_of(self._directory), scalars.swept(self._directory)
         hparams, metrics = scalars.hparams(record, swept), scalars.summary(record)
         names, within = short_names(swept).values(), sweep.name if sweep else None
-        start = Start(self._directory, first, known, within, hparams, names, metrics, record.kind)
+        start = Start(self._directory, first, earlier, within, hparams, names, metrics, record.kind)
         name = self._service.begin(start)
         self._is_open = True
         if name:

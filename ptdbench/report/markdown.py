@@ -19,7 +19,7 @@ def markdown(title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
     sections = columns.sections(of_sweeps([run for run in runs if run.model]))
     parts = [f"**{_escaped(line)}**" for line in columns.answers(sections)]
     parts += [f"# {_escaped(title)}", _escaped(subtitle)]
-    parts += [part for one in sections for part in _of_model(one)]
+    parts += [part for section in sections for part in _of_model(section)]
     parts += [part for run in runs if not run.model for part in _of_workload(run)]
     for heading, fields in Environments(runs).described().items():
         parts.append(_folded(heading, ["\n".join(f"{name}: {text}" for name, text in fields.items())]))
@@ -50,7 +50,7 @@ def _of_workload(run: RunRecord) -> Iterator[str]:
 
 def _folded(title: str, texts: Sequence[str]) -> str:
     body = _fenced("\n\n".join(texts))
-    summary = _calling_nobody(html.escape(" ".join(title.split()), quote=False))  # HTML, not Markdown
+    summary = _without_mentions(html.escape(" ".join(title.split()), quote=False))  # HTML, not Markdown
     return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"
 
 
@@ -62,12 +62,12 @@ def _fenced(text: str) -> str:
     return f"{fence}text\n{text}\n{fence}"
 
 
-def _calling_nobody(text: str) -> str:
+def _without_mentions(text: str) -> str:
     """Escape ``@``, with which GitHub would notify a user."""
     return text.replace("@", "&#64;")
 
 
 def _escaped(text: str) -> str:
     """Return a text on one line, with Markdown and HTML markup escaped."""
-    line = _calling_nobody(" ".join(text.split()).replace("&", "&amp;"))
+    line = _without_mentions(" ".join(text.split()).replace("&", "&amp;"))
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>|~$" else letter for letter in line)

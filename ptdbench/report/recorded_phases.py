@@ -122,9 +122,9 @@ def _work(record: RunRecord) -> dict[str, object]:
     }
 
 
-def work_difference(one: RunRecord, other: RunRecord) -> str | None:
+def work_difference(record: RunRecord, other: RunRecord) -> str | None:
     """Return how the work of two runs differs, which makes their steps incomparable; ``None`` if it does not."""
-    for (form, value), expected in zip(_work(one).items(), _work(other).values(), strict=True):
+    for (form, value), expected in zip(_work(record).items(), _work(other).values(), strict=True):
         if value != expected:
             return f"{form.format(value)} and {form.format(expected)}"
     return None

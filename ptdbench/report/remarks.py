@@ -4,12 +4,12 @@ import json
 import math
 import os
 import sys
-from collections.abc import Hashable, Iterator, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from ptdbench.comparison import ranking
-from ptdbench.comparison.ranking import Ranking, Standing
+from ptdbench.comparison.ranking import Standing
 from ptdbench.grouping import grouped
 from ptdbench.measure.results import OtherLoad
 from ptdbench.records.effects import affects
@@ -26,7 +26,7 @@ from ptdbench.units import flops_text
 OUTPUT = "; its output is in "
 
 #: A possible cause of a failure on virtual GPUs.
-_ON_VIRTUAL = "virtual GPUs compute nothing, and what decides by the values of tensors fails there"
+_ON_VIRTUAL = "virtual GPUs compute nothing: code that depends on the values of tensors fails there"
 
 #: Maximum characters of a message to show; the record has all of it.
 _LIMIT = 1000
@@ -45,18 +45,18 @@ def reason(record: RunRecord) -> str:
     message, *output = error.message.split(OUTPUT)
     line = " ".join(message.split())
     line = line if error.type == "ConfigError" or len(line) <= _LIMIT else f"{line[:_LIMIT].rstrip()} ..."
-    text = ": ".join(filter(None, (error.type, line)))
-    said = OUTPUT.join([f"{record.status}{where}: {text or 'no reason on record'}", *output])
+    cause = ": ".join(filter(None, (error.type, line)))
+    text = OUTPUT.join([f"{record.status}{where}: {cause or 'no reason on record'}", *output])
     if error.where:
         path = Path(record.directory) / TRACEBACK
         shown = os.path.relpath(path) if Path.cwd() in path.absolute().parents else path
-        said += f" at {error.where}; the whole traceback is in {shown}"
+        text += f" at {error.where}; the whole traceback is in {shown}"
     if record.precision in ("bf16", "fp16") and "must have the same dtype" in error.message:
-        said += f"; with precision={record.precision} a buffer stays as it is: cast it where it meets activations"
+        text += f"; with precision={record.precision} a buffer stays as it is: cast it where it meets activations"
     if record.kind == "virtual" and record.status == "failed" and error.rank != -1:
-        said += f"; {_ON_VIRTUAL}"
+        text += f"; {_ON_VIRTUAL}"
     remedies = ", ".join(_against_lack_of_memory(record)) if record.status == "oom" else ""
-    return f"{said}; try {remedies}" if remedies else said
+    return f"{text}; try {remedies}" if remedies else text
 
 
 def _against_lack_of_memory(record: RunRecord) -> Iterator[str]:
@@ -112,12 +112,12 @@ def losses_apart(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> str
     sides = [[run for run in side if run.status == "ok" and run.final_loss is not None] for side in (before, after)]
     if not all(sides) or len({(run.steps, _python_that_is_read(run)) for side in sides for run in side}) > 1:
         return None
-    one, other = ([run.final_loss or 0.0 for run in side] for side in sides)
-    gap = max(min(one) - max(other), min(other) - max(one))
-    size, most = max(map(abs, [*one, *other])), rounding(sides[0][0])
+    earlier, later = ([run.final_loss or 0.0 for run in side] for side in sides)
+    gap = max(min(earlier) - max(later), min(later) - max(earlier))
+    size, most = max(map(abs, [*earlier, *later])), rounding(sides[0][0])
     if gap <= most * size:
         return None
-    was, now = (range_text(losses, "{:.6g}".format) for losses in (one, other))
+    was, now = (range_text(losses, "{:.6g}".format) for losses in (earlier, later))
     apart = f"{gap / size:.2g} of it apart, where rounding makes {most:.2g} at most"
     return f"the last loss is {was} before and {now} after: {apart}"
 
@@ -127,10 +127,12 @@ def _of_losses(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
     most = {name: rounding(run) for name, run in named}
     losses = (((run.steps, training(run)), (name, run.final_loss)) for name, run in named)
     for group in grouped(losses).values():
-        known = [(name, loss) for name, loss in group if loss is not None]
-        apart = {name: abs(loss - known[0][1]) / max(abs(known[0][1]), sys.float_info.min) for name, loss in known[1:]}
-        if far := [f"{name} {share:.2g}" for name, share in apart.items() if share > most[name]]:
-            yield f"last loss differs from {known[0][0]}, relative: {listed(far)}"
+        finite = [(name, loss) for name, loss in group if loss is not None]
+        for first, reference in finite[:1]:
+            scale = max(abs(reference), sys.float_info.min)
+            apart = {name: abs(loss - reference) / scale for name, loss in finite[1:]}
+            if far := [f"{name} {share:.2g}" for name, share in apart.items() if share > most[name]]:
+                yield f"last loss differs from {first}, relative: {listed(far)}"
 
 
 def listed(words: Sequence[str]) -> str:
@@ -159,32 +161,57 @@ _RECIPES = {
 _HELD_BACK = 0.01
 
 
-def of_rows(order: Ranking, named: Sequence[str]) -> list[str]:
+def _passed_ceiling(run: RunRecord) -> str | None:
+    rate, share = run.metrics.ceiling_flops_per_second, run.metrics.share_of_ceiling
+    is_passed = share and rate and share > 1
+    return f"ceiling of {flops_text(rate)} passed; workload=matmul measures it again" if rate and is_passed else None
+
+
+def _data_wait(run: RunRecord) -> str | None:
+    share = run.metrics.data_wait_share or 0.0
+    return f"{share:.0%} of the steps' time was spent waiting for data" if share >= _WAITED else None
+
+
+def _held_back(run: RunRecord) -> str | None:
+    """Return which GPU of a run was held back most."""
+    clocks = run.hardware.clocks or []
+    causes = [(share, cause, gpu.rank) for gpu in clocks for cause, share in (gpu.held_back or {}).items()]
+    if not (held := [cause for cause in causes if cause[0] > _HELD_BACK]):
+        return None
+    share, cause, rank = max(held)
+    more = len({rank for *_, rank in held}) - 1
+    others = f", and {plural(more, 'other')} by less" if more else ""
+    return f"rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"
+
+
+#: What may stand out in a run, each without the name of the run; ``None`` if it does not.
+_OF_RUN: tuple[Callable[[RunRecord], str | None], ...] = (
+    _passed_ceiling,
+    _data_wait,
+    _held_back,
+    attrgetter("remarks.pipeline"),
+    attrgetter("remarks.kernels"),
+    lambda run: run.remarks.cut_short and f"took {run.remarks.cut_short}",
+)
+
+
+def of_rows(standings: Sequence[Standing], named: Sequence[str]) -> list[str]:
     """Return sentences on the order, failures and measurements of the rows of a table, which are called ``named``."""
-    places = list(zip(named, order.places, strict=True))
+    places = list(zip(named, standings, strict=True))
     by_name = [(name, place.alternative.median_run) for name, place in places]
-    records = [run for place in order.places for run in place.alternative.runs]
-    ranked = [place.alternative.median_run for place in order.places if place.rank]
-    certainty = ranking.remark(order)
+    records = [run for place in standings for run in place.alternative.runs]
+    ranked = [place.alternative.median_run for place in standings if place.rank]
+    certainty = ranking.remark(standings)
     return [
         *([certainty] if certainty else []),
         *_devices(places),
         *_out_of_turn(places),
         *_reasons(places),
         *(f"no MFU: {reason}" for reason in dict.fromkeys(run.metrics.mfu_reason for run in ranked) if reason),
-        *_ceiling_remarks(by_name),
         *_of_losses([(name, run) for name, run in by_name if run.status == "ok"]),
-        *(
-            f"{name}: {share:.0%} of the steps' time was spent waiting for data"
-            for name, run in by_name
-            if (share := run.metrics.data_wait_share or 0.0) >= _WAITED
-        ),
-        *_clock_remarks(by_name),
+        *(f"{name}: {text}" for remark in _OF_RUN for name, run in by_name if (text := remark(run))),
         *load_remarks([(name, place.alternative.runs) for name, place in places]),
-        *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.pipeline)),
-        *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.kernels)),
         *_recipe(records),
-        *(f"{name}: took {said}" for name, run in by_name if (said := run.remarks.cut_short)),
         *(
             f"{name}: checkpoints: {lines[0]}" + (f"; {len(lines) - 1} more on record" if lines[1:] else "")
             for name, place in places
@@ -205,7 +232,8 @@ def _devices(places: Sequence[tuple[str, Standing]]) -> Iterator[str]:
 
     def devices(place: Standing) -> str:
         environments = [run.environment for run in place.alternative.runs if run.throughput]
-        return ", ".join(sorted({str(name) for one in environments if (name := (one.devices or [one.cpu])[0])}))
+        first = ((environment.devices or [environment.cpu])[0] for environment in environments)
+        return ", ".join(sorted({str(name) for name in first if name}))
 
     by_device = grouped((used, label) for label, place in places if (used := devices(place)))
     if len(by_device) > 1:
@@ -237,28 +265,8 @@ def _reasons(places: Sequence[tuple[str, Standing]]) -> list[str]:
     runs = [(label, run) for label, place in places for run in place.alternative.runs]
     failed = [(reason(run), label) for label, run in runs if not run.throughput and not virtual.is_ok(run)]
     alike = grouped(dict.fromkeys(failed))
-    named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
-    return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
-
-
-def _ceiling_remarks(records: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
-    """Yield the names of runs that exceeded their ceiling."""
-    for label, record in records:
-        rate, share = record.metrics.ceiling_flops_per_second, record.metrics.share_of_ceiling
-        if share and rate and share > 1:
-            yield f"{label}: ceiling of {flops_text(rate)} passed; workload=matmul measures it again"
-
-
-def _clock_remarks(records: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
-    """Yield the names of runs with GPUs that were held back, and the most affected GPU of each."""
-    for label, record in records:
-        clocks = record.hardware.clocks or []
-        causes = [(share, cause, of.rank) for of in clocks for cause, share in (of.held_back or {}).items()]
-        if held := [one for one in causes if one[0] > _HELD_BACK]:
-            share, cause, rank = max(held)
-            more = len({one[2] for one in held}) - 1
-            others = f", and {plural(more, 'other')} by less" if more else ""
-            yield f"{label}: rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"
+    names = {text: [first, *([plural(len(more), "other")] if more else [])] for text, (first, *more) in alike.items()}
+    return [f"{' and '.join(labels)}: {text}" for text, labels in names.items()]
 
 
 def load_remarks(named: Sequence[tuple[str, Sequence[RunRecord]]]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ptdbench.grouping import grouped
 from ptdbench.measure.results import Findings
 from ptdbench.profiling import perfetto
 from ptdbench.records.run_record import RunRecord
-from ptdbench.records.store import RECORD, RESULTS, is_sweep, read_record, read_results
+from ptdbench.records.store import RECORD, RESULTS, is_sweep, read_record, read_results, write_results
 from ptdbench.report import columns, recorded_phases, text, virtual
 from ptdbench.report.columns import Row, Section
 from ptdbench.report.labels import names
@@ -35,10 +35,13 @@ _MOST_LINES, _LONGEST = 60, 200
 def show_results(directory: Path) -> list[RunRecord]:
     """Print the final table of a run or a sweep, and where to read on; return its records.
 
-    Prints nothing if a signal arrived before the first run began.
+    Those of a sweep are also written into one file. Nothing is printed if a signal arrived before the first run began.
     """
     if is_sweep(directory):
         records = read_results(directory, lambda damage: echo(damage, sys.stderr))
+        if records:
+            with suppress(OSError):  # a sweep of someone else
+                write_results(directory, records)
     else:
         records = [read_record(directory)] if (directory / RECORD).exists() else []
     if records:
@@ -149,11 +152,11 @@ def of_plans(records: Sequence[RunRecord], width: int) -> str:
     of_memory = [columns.planned(heading, lambda size: three_digits(size / 2**30)) for heading in virtual.PLANNED]
     if is_timed:
         beside = virtual.BESIDE_TIMES
-        of_memory = [replace(one, drop_order=beside.get(one.heading, one.drop_order)) for one in of_memory]
+        of_memory = [replace(column, drop_order=beside.get(column.heading, column.drop_order)) for column in of_memory]
     possible: list[Column[Row]] = [
         Column("layout", attrgetter("name"), is_text=True),
         Column("ranks", lambda row: str(row.run.world_size or MISSING), drop_order=5 if is_timed else None),
-        *columns.predicted(),
+        *columns.PREDICTED,
         *of_memory,
     ]
     shown = [column for column in possible if any(column.cell(row) != MISSING for row in rows)]

@@ -44,7 +44,7 @@ class Column(Generic[R]):
     is_text: bool = False  #: Whether it holds text rather than figures.
     #: Columns are omitted in this order if there is no room; ``None``: never omitted.
     drop_order: int | None = None
-    #: Width to which it may shrink before others are omitted, 0: that of its longest word; ``None``: it does not.
+    #: Width to which it may shrink before others are omitted; 0: its longest word; ``None``: it does not shrink.
     min_width: int | None = None
 
 
@@ -136,7 +136,7 @@ def _folded(cell: str, size: int) -> list[str]:
 
 
 def _in_lines(words: Iterable[str], width: int, indent: str = "") -> list[str]:
-    """Join words to lines of at most ``width`` columns, of which a wide character (CJK) takes two."""
+    """Join words into lines of at most ``width`` columns; a wide character (CJK) takes two."""
     lines: list[str] = []
     for word in words:
         if lines and cell_len(f"{lines[-1]} {word}") <= width:
@@ -165,8 +165,8 @@ def difference(
     rest = round(total, places) - sum(round(parts[name], places) for name in named)
     shown = [(name, parts[name]) for name in named] + [("rest", rest)] * bool(round(rest, places))
     noted = {name: f" ({note})" for name, note in notes.items() if note}
-    said = [f"{name} {value:+,.{places}f}{noted.get(name, '')}" for name, value in shown]
-    return f"{called} {total:+,.{places}f} {unit} vs {reference}: {', '.join(said)}"
+    texts = [f"{name} {value:+,.{places}f}{noted.get(name, '')}" for name, value in shown]
+    return f"{called} {total:+,.{places}f} {unit} vs {reference}: {', '.join(texts)}"
 
 
 def decimals(value: float, digits: int) -> int:

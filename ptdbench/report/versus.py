@@ -49,7 +49,7 @@ class Pair:
     label: str  #: Its name.
     before: Alternative  #: Its runs before.
     after: Alternative  #: Its runs after.
-    known: Comparison | None  #: The throughput after relative to before; ``None`` if there are too few runs.
+    difference: Comparison | None  #: The throughput after relative to before; ``None`` if there are too few runs.
     verdict: Verdict  #: The verdict on the difference, at a level for all pairs together.
     losses: str | None  #: How far apart the losses of the same configuration are, if rounding does not explain it.
 
@@ -109,15 +109,15 @@ def _new_options(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> fro
     was, now = ({(run.environment.ptdbench, run.environment.git_commit) for run in side} for side in sides)
     if was == now:
         return frozenset()
-    one, other = (grouped((name, repr(value)) for run in side for name, value in leaves(run.config)) for side in sides)
-    alone = {name for name in one.keys() ^ other.keys() if not affects(name, "nothing")}
-    return frozenset(name for name in alone if len({*(one | other)[name]}) == 1)
+    first, last = (grouped((name, repr(value)) for run in side for name, value in leaves(run.config)) for side in sides)
+    alone = {name for name in first.keys() ^ last.keys() if not affects(name, "nothing")}
+    return frozenset(name for name in alone if len({*(first | last)[name]}) == 1)
 
 
 def _other_work(before: Sequence[Alternative], after: Sequence[Alternative]) -> str | None:
     """Return how the work of the sides differs; ``None`` if any two did the same, or all runs of a side failed."""
-    ok = [[one.median_run for one in side if one.sample] for side in (before, after)]
-    differences = [work_difference(one, other) for one, other in product(*ok)]
+    ok = [[alternative.median_run for alternative in side if alternative.sample] for side in (before, after)]
+    differences = [work_difference(*runs) for runs in product(*ok)]
     return differences[0] if differences and all(differences) else None
 
 
@@ -145,10 +145,10 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
     signs = significance.differing(compared, level)
     judged = []
     for (label, before, after), apart, sign in zip(pairs, compared, signs, strict=True):
-        known = significance.compare(apart, level, pairs=len(pairs)) if apart else None
-        verdict = _failing(before, after) or (_SEEN[sign] if known else "not enough data")
+        difference = significance.compare(apart, level, pairs=len(pairs)) if apart else None
+        verdict = _failing(before, after) or (_SEEN[sign] if difference else "not enough data")
         losses = remarks.losses_apart(before.runs, after.runs) if is_same else None
-        judged.append(Pair(label, before, after, known, verdict, losses))
+        judged.append(Pair(label, before, after, difference, verdict, losses))
     return judged
 
 
@@ -164,12 +164,12 @@ def _failing(before: Alternative, after: Alternative) -> Verdict | None:
     return None
 
 
-def _failed(one: Alternative) -> list[RunRecord]:
-    return [run for run in one.runs if not run.throughput and not _interruption(run)]
+def _failed(side: Alternative) -> list[RunRecord]:
+    return [run for run in side.runs if not run.throughput and not _interruption(run)]
 
 
-def _interrupted(one: Alternative) -> list[str]:
-    return [word for run in one.runs if (word := _interruption(run))]
+def _interrupted(side: Alternative) -> list[str]:
+    return [word for run in side.runs if (word := _interruption(run))]
 
 
 def _interruption(run: RunRecord) -> str | None:
@@ -191,21 +191,14 @@ def status(comparison: Versus, threshold: float | None) -> int:
     Returns:
         1: a configuration fails or is slower. 3: there are not enough data to exclude that. 0: none is.
     """
-    if any(pair.verdict in _FAILING or _is_slower(pair, threshold or 0.0) for pair in comparison.pairs):
-        return 1
-    if threshold is not None and any(pair.losses for pair in comparison.pairs):
-        return 1
-    return 3 if any(_is_open(pair, threshold) for pair in comparison.pairs) else 0
+    outcomes = {_outcome(pair, threshold) for pair in comparison.pairs}
+    return next((outcome for outcome in (1, 3) if outcome in outcomes), 0)
 
 
 def gate(comparison: Versus, threshold: float) -> list[str]:
     """Return why a gate with a threshold does not pass, unless the verdicts say so."""
     other = [pair.label for pair in comparison.pairs if pair.losses]
-    unsure = [
-        pair.label
-        for pair in comparison.pairs
-        if pair.known and pair.verdict not in _FAILING and not _is_slower(pair, threshold) and _is_open(pair, threshold)
-    ]
+    unsure = [pair.label for pair in comparison.pairs if pair.difference and _outcome(pair, threshold) == 3]
     lines = {
         "fails, because it does not train the same on both sides": other,
         f"its runs do not rule out that it is slower by {100 * threshold:.6g}%; try more repeats": unsure,
@@ -213,27 +206,26 @@ def gate(comparison: Versus, threshold: float) -> list[str]:
     return [f"{', '.join(labels)}: {line}" for line, labels in lines.items() if labels]
 
 
-def _is_slower(pair: Pair, threshold: float) -> bool:
-    return pair.verdict == "slower" and pair.known is not None and 1 - pair.known.ratio >= threshold
-
-
-def _is_open(pair: Pair, threshold: float | None) -> bool:
-    if pair.known is None:
-        return pair.verdict == "not enough data"
-    return threshold is not None and pair.known.low <= 1 - threshold
+def _outcome(pair: Pair, threshold: float | None) -> int:
+    """Return the exit status for one pair, see :func:`status`."""
+    is_slower = pair.verdict == "slower" and pair.difference and 1 - pair.difference.ratio >= (threshold or 0.0)
+    if pair.verdict in _FAILING or is_slower or (threshold is not None and pair.losses):
+        return 1
+    is_open = threshold is not None and pair.difference and pair.difference.low <= 1 - threshold
+    return 3 if is_open or pair.verdict == "not enough data" else 0
 
 
 def render(comparison: Versus, titles: tuple[str, str], width: int) -> str:
     """Return a table with a row for each pair, and remarks."""
-    one = _unit(comparison)
-    rates = [f"{title} {one}/s" if one else title for title in map(_short, titles)]
+    common_unit = _unit(comparison)
+    rates = [f"{title} {common_unit}/s" if common_unit else title for title in map(_short, titles)]
     headings = ["configuration", "runs", *rates, "ratio (95%)", "verdict"]
     rankings = chain.from_iterable(map(of_models, comparison.sides))
-    margins = {id(place.alternative): margin_text(place.margin) for ranking in rankings for place in ranking.places}
+    margins = {id(place.alternative): margin_text(place.margin) for places in rankings for place in places}
     rows = []
     for pair in comparison.pairs:
         runs = f"{len(pair.before.sample)}, {len(pair.after.sample)}"
-        sides = [_rate(side, margins[id(side)] + ("" if one else f" {pair.unit}/s")) for _, side in pair.sides]
+        sides = [_rate(side, margins[id(side)] + ("" if common_unit else f" {pair.unit}/s")) for _, side in pair.sides]
         rows.append([pair.label, runs, *sides, _ratio(pair), pair.verdict])
     table = drawn(headings, rows, width, ["configuration", "verdict"])
     other = [f"{pair.label}: {pair.losses}" for pair in comparison.pairs if pair.losses]
@@ -256,8 +248,8 @@ def _remarks(comparison: Versus) -> list[str]:
     sides = [(f"{pair.label} {word}", side) for pair in comparison.pairs for word, side in pair.sides]
     lines = []
     for name, side in sides:  # each reason once
-        for said, count in Counter(map(reason, _failed(side))).items():
-            lines.append(f"{name}: {count} of {plural(len(side.runs), 'run')}: {said}")
+        for cause, count in Counter(map(reason, _failed(side))).items():
+            lines.append(f"{name}: {count} of {plural(len(side.runs), 'run')}: {cause}")
     for name, side in sides:
         if words := _interrupted(side):
             counts = ", ".join(f"{count} {word}" for word, count in Counter(words).items())
@@ -267,7 +259,7 @@ def _remarks(comparison: Versus) -> list[str]:
 
 
 def _as_json(pair: Pair) -> dict[str, object]:
-    known = pair.known
+    difference = pair.difference
     sides = {
         word: {
             "per_second": variation.geometric_mean(side.sample),
@@ -282,10 +274,10 @@ def _as_json(pair: Pair) -> dict[str, object]:
         "configuration": pair.label,
         "verdict": pair.verdict,
         "unit": pair.unit,
-        "ratio": known and known.ratio,
-        "interval": known and [known.low, known.high],
-        "detectable": known and known.detectable,
-        "paired": known and known.is_paired,
+        "ratio": difference and difference.ratio,
+        "interval": difference and [difference.low, difference.high],
+        "detectable": difference and difference.detectable,
+        "paired": difference and difference.is_paired,
         "losses": pair.losses,
         **sides,
     }
@@ -302,15 +294,15 @@ def _short(text: str) -> str:
     return re.sub(r"\b[0-9a-f]{40}\b", lambda match: match[0][:10], text)
 
 
-def _rate(one: Alternative, more: str) -> str:
-    rate = variation.geometric_mean(one.sample)
+def _rate(side: Alternative, more: str) -> str:
+    rate = variation.geometric_mean(side.sample)
     return MISSING if rate is None else f"{three_digits(rate)}{more}"
 
 
 def _ratio(pair: Pair) -> str:
-    if pair.known:
-        return f"{pair.known.ratio:.3f}{interval_text(pair.known, 3)}"
-    before, after = (variation.geometric_mean(one.sample) for one in (pair.before, pair.after))
+    if pair.difference:
+        return f"{pair.difference.ratio:.3f}{interval_text(pair.difference, 3)}"
+    before, after = (variation.geometric_mean(side.sample) for _, side in pair.sides)
     return f"{after / before:.3f}" if before and after else MISSING
 
 
@@ -318,10 +310,10 @@ def _seen(pairs: Sequence[Pair]) -> list[str]:
     """Return the detectable difference for pairs without one, and the runs needed for pairs with too few."""
     lines = []
     for pair in pairs:
-        if pair.verdict == "no difference seen" and pair.known:
-            how = "paired by block" if pair.known.is_paired else "not paired: they were not run in turn"
-            runs = f"{plural(pair.known.runs, 'run')} each"
-            lines.append(f"{pair.label}: {detectable_text(pair.known.detectable)}, {runs}, {how}")
+        if pair.verdict == "no difference seen" and pair.difference:
+            method = "paired by block" if pair.difference.is_paired else "not paired: they were not run in turn"
+            runs = f"{plural(pair.difference.runs, 'run')} each"
+            lines.append(f"{pair.label}: {detectable_text(pair.difference.detectable)}, {runs}, {method}")
         elif pair.verdict == "not enough data":
             fails = all(_failed(side) and not side.sample for _, side in pair.sides)
             more = f"it takes {MIN_RUNS} runs of each that are ok; try repeat=5"
@@ -337,18 +329,18 @@ def _environments(pairs: Sequence[Pair]) -> list[str]:
         # A run that failed early may have been on a login node: it counts only without others.
         sides.append([_environment(run) for run in [run for run in runs if run.throughput] or runs])
     apart = {}
-    for name in dict.fromkeys(name for side in sides for one in side for name in one):
-        values = [", ".join(sorted({one.get(name, "none") for one in side})) for side in sides]
+    for name in dict.fromkeys(chain.from_iterable(chain.from_iterable(sides))):
+        values = [", ".join(sorted({fields.get(name, "none") for fields in side})) for side in sides]
         if values[0] != values[1]:
             apart[name] = " → ".join(values)
     gpus = apart.pop("GPUs", None)
-    told = "; ".join(f"{name} {_short(values)}" for name, values in apart.items())
-    return [*([f"not the same GPUs: {gpus}"] if gpus else []), *([f"environment: {told}"] if told else [])]
+    others = "; ".join(f"{name} {_short(values)}" for name, values in apart.items())
+    return [*([f"not the same GPUs: {gpus}"] if gpus else []), *([f"environment: {others}"] if others else [])]
 
 
 def _environment(run: RunRecord) -> dict[str, str]:
     """Return what is known of a run's environment by name: each variable by its own, each model of GPU once."""
-    known = asdict(run.environment)
-    known |= known.pop("settings") or {}
-    known["GPUs"] = ", ".join(dict.fromkeys(map(str, known.pop("devices") or []))) or None
-    return {name: str(value) for name, value in known.items() if value is not None}
+    fields = asdict(run.environment)
+    fields |= fields.pop("settings") or {}
+    fields["GPUs"] = ", ".join(dict.fromkeys(map(str, fields.pop("devices") or []))) or None
+    return {name: str(value) for name, value in fields.items() if value is not None}

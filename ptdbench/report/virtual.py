@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from msgspec.structs import astuple
@@ -41,18 +42,18 @@ PLANNED = {
     "other": 1, "allocated": 5, "reserved": None, "outside": 2, "of GPU": 0, "left": None, "fits": None, "max mb": None,
 }  # fmt: skip
 
-#: The same of those that are always shown, in a table with predicted times.
+#: The order of omission in a table with predicted times, where it differs.
 BESIDE_TIMES = {"gathered": 8, "activations": 9, "reserved": 10, "max mb": 11}
 
-#: The places of a program that are shown, of those that allocated what was alive at the peak.
+#: Maximum number of places of a program to show, largest share of the peak first.
 _MOST_PLACES = 8
 
-#: Those that are no sizes.
+#: The columns that are not sizes.
 NO_SIZES = ("mb", "rank", "fits", "max mb")
 
 
 def plan_figures(record: RunRecord) -> dict[str, int | str | None]:
-    """Return the figures of a plan by :data:`PLANNED`, sizes in bytes, of the largest rank; none of a run."""
+    """Return the figures of a plan by :data:`PLANNED`, sizes in bytes, of the largest rank; empty for a run."""
     if record.kind != "planned":
         return {}
     plan, kinds = record.plan, record.memory.ranks or {}
@@ -129,7 +130,7 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
             "which the ratio vs best does not depend on; #: ranks, simultaneous 95 % confidence"
         )
     if levels:
-        yield "host work is counted, and costed as that of a fast server; data loading and checkpoints are left out"
+        yield "host work is counted at the speed of a fast server; data loading and checkpoints are left out"
     if any(record.option("eval.every", int) for record in simulated):
         yield "evaluation (eval.every) is left out: a batch of it, of eval.micro_batch samples, may need more"
     offloaded = (record.plan.state for record in records if record.option("offload", str) not in (None, "none"))
@@ -141,7 +142,7 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
             yield f"memory: {plan.capacity_of}"
 
 
-def measuring(records: Sequence[RunRecord], width: int = 80) -> str:
+def measuring(records: Sequence[RunRecord]) -> str:
     """Return the command that finds the fastest plan, wrapped for a shell; empty if none is known to fit.
 
     It measures the plans that fit; of those with a predicted time only the ones that may be the fastest.
@@ -157,7 +158,7 @@ def measuring(records: Sequence[RunRecord], width: int = 80) -> str:
     if any(name == "cluster.nodes" and value != "1" for name, value in options.items()):
         options = {"cluster": "slurm", **options}
     words = [command(), "-m", *(in_shell(name, value) for name, value in options.items()), "repeat=5"]
-    return " \\\n".join(wrap(" ".join(words), width - 2).splitlines()) if fitting else ""
+    return " \\\n".join(wrap(" ".join(words), 78).splitlines()) if fitting else ""
 
 
 def _stands_for(record: RunRecord) -> str:
@@ -215,13 +216,15 @@ def _predicted(record: RunRecord, width: int) -> Iterator[str]:
     rate = max(record.virtual.flops or [0]) / 1e12 / step.step_seconds
     rates = f"; {three_digits(rate)} TFLOP/s of matrix products a GPU" if rate else ""
     yield wrap(f"predicted: a step of {times[0]} ({times[1]} to {times[2]}), bound by {step.bound_by}{rates}", width)
-    shown = {PHASES.get(name, name): of for name, of in phases.items() if of > 1e-9}  # others are left by rounding
+    shown = {PHASES.get(name, name): spent for name, spent in phases.items() if spent > 1e-9}  # others: rounding
     for title, seconds in (("made of", parts), ("phases", shown)):
-        rows = [[name, three_digits(1e3 * of), f"{of / sum(seconds.values()):.1%}"] for name, of in seconds.items()]
+        total = sum(seconds.values())
+        rows = [[name, three_digits(1e3 * spent), f"{spent / total:.1%}"] for name, spent in seconds.items()]
         yield drawn([title, "ms", "share"], rows, width, words=[title])
     if step.twice_as_fast:
-        gains = (f"{name} {max(0.0, 1 - of / step.step_seconds):.1%}" for name, of in step.twice_as_fast.items())
-        yield wrap(f"saved of the step if twice as fast: {', '.join(gains)}", width)
+        gains = {name: max(0.0, 1 - seconds / step.step_seconds) for name, seconds in step.twice_as_fast.items()}
+        listed = ", ".join(f"{name} {gain:.1%}" for name, gain in gains.items())
+        yield wrap(f"saved of the step if twice as fast: {listed}", width)
     if step.guessed_bytes:
         yield wrap(f"{size_text(step.guessed_bytes)} that kernels move in this step are a guess", width)
 
@@ -234,7 +237,7 @@ def of_program(record: RunRecord, width: int) -> str:
         return "\n".join([*lines, *([] if lines and record.world_size else [wrap(none, width)])])
     command = shlex.join(record.option("program.command", list[str]) or [])
     steps = record.steps or 0
-    taken = f"{steps} steps" if steps else "no step was found: kernels and messages are those of the whole program"
+    taken = f"{steps} steps" if steps else "no step was found: kernels and messages are of the whole program"
     zeros = "nothing is computed: losses are zeros"
     return "\n".join([*lines, explained(record, command, width), wrap(f"{taken}; {zeros}; {record.directory}", width)])
 
@@ -286,8 +289,8 @@ def _messages(virtual: Virtual, step: str, width: int) -> Iterator[str]:
     rows, headings = {name: [*astuple(messages)] for name, messages in sent.items()}, ["calls", "bytes"]
     if first := virtual.first_step:
         first_sent, none = first.messages or {}, Messages(0, 0)
-        both = {name: (sent.get(name, none), first_sent.get(name, none)) for name in (*sent, *first_sent)}
-        rows = {name: [of.calls, of.bytes, of_first.calls, of_first.bytes] for name, (of, of_first) in both.items()}
+        steps = (sent, first_sent)
+        rows = {name: [*chain(*(astuple(step.get(name, none)) for step in steps))] for name in (*sent, *first_sent)}
         headings = ["calls", "bytes", "of the first: calls", "bytes"]
     if rows:
         texts = [[name, *(figure_text(figure, "{:,.0f}".format) for figure in row)] for name, row in rows.items()]

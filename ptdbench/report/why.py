@@ -71,8 +71,8 @@ def shares(record: RunRecord, called: str) -> str:
     percents = {part: round(100 * seconds / step.seconds) for part, seconds in step.parts().items() if part != "other"}
     named = {_named(part): share for part, share in percents.items() if share > 0}
     rest = 100 - sum(named.values())
-    said = [f"{part} {share}%" for part, share in named.items()]
-    return f"{called}: {', '.join([*said, *([f'other {rest}%'] if rest > 0 else [])])}"
+    shown = [*named.items(), *([("other", rest)] if rest > 0 else [])]
+    return f"{called}: {', '.join(f'{part} {share}%' for part, share in shown)}"
 
 
 def remarks(record: RunRecord, called: str) -> Iterator[str]:
@@ -140,11 +140,11 @@ def _uneven(phases: Phases) -> Iterator[str]:
     """``forward + backward +9% on rank 1, -9% on rank 0``: the slowest and the fastest rank, if they differ."""
     seconds = recorded_phases.compute_seconds(phases)
     mean = fmean(seconds)
-    relative = [one / mean - 1 if mean else 0.0 for one in seconds]
+    relative = [of_rank / mean - 1 if mean else 0.0 for of_rank in seconds]
     ends = [relative.index(choose(relative)) for choose in (max, min)]
     if apart := [rank for rank in ends if abs(relative[rank]) >= _EVEN]:
-        said = [f"{relative[rank]:+.0%} on {_with_parts(phases, rank)}" for rank in apart]
-        yield f"forward + backward {', '.join(said)}"
+        texts = [f"{relative[rank]:+.0%} on {_with_parts(phases, rank)}" for rank in apart]
+        yield f"forward + backward {', '.join(texts)}"
 
 
 def _with_parts(phases: Phases, rank: int) -> str:

@@ -152,18 +152,18 @@ def _slowest(title: str, pairs: Iterable[results.Pair], width: int) -> str:
 
 def _sizes(measured: Sequence[results.CollectiveResult], width: int) -> str:
     """Return a table with a row for each operation and size; if too many, for every n-th size and the last."""
-    every = max(1, -(-len(measured) // _ROWS))
+    stride = max(1, -(-len(measured) // _ROWS))
     headings = ["operation", "size", "time", "p5", "p95", "algbw GB/s", "busbw GB/s"]
     shown = []
     for name, rows in groupby(measured, key=str):
         of_series = list(rows)
         for number, row in enumerate(of_series):
-            if number % every and row is not of_series[-1]:
+            if number % stride and row is not of_series[-1]:
                 continue
             times = (time_text(seconds or 0.0) for seconds in (row.seconds.median, row.seconds.p5, row.seconds.p95))
             size = size_text(row.bytes) if row.bytes else MISSING
             shown.append(["" if number else name, size, *times, _rate(row.algbw), _rate(row.busbw)])
-    thinned = f"\n{len(measured)} figures, not all of them shown: the record has the rest" if every > 1 else ""
+    thinned = f"\n{len(measured)} figures, not all of them shown: the record has the rest" if stride > 1 else ""
     return f"{drawn(headings, shown, width, words=['operation'])}{thinned}"
 
 

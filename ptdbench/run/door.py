@@ -19,7 +19,7 @@ import psutil
 
 from ptdbench.launch import rendezvous, settings
 from ptdbench.launch.slurm import JobSteps
-from ptdbench.launch.world import World, discover, is_first_rank
+from ptdbench.launch.world import World, discover
 from ptdbench.measure.clock import Stopwatch
 from ptdbench.measure.hardware import environment
 from ptdbench.planning.tries import needs_search
@@ -35,7 +35,7 @@ from ptdbench.terminal import echo
 
 
 def run(directory: Path) -> None:
-    """Execute the run of a directory; its ``record.json`` and its sweep's results report the outcome, whatever it is.
+    """Execute the run of a directory; its ``record.json`` reports the outcome, whatever it is.
 
     The directory has an open record, with the run's configuration and the summary of its specification.
 
@@ -45,17 +45,14 @@ def run(directory: Path) -> None:
         Stopped: A signal asked this process to stop; the record is written.
         Damaged: The record is damaged.
     """
-    variables, sweep = store.read_record(directory).variables, ledger.sweep_of(directory)
+    variables = store.read_record(directory).variables
     try:
-        try:
-            with settings.added(variables or {}):
-                _run(directory, discover(os.environ))
-        finally:
-            if sweep and is_first_rank(os.environ):
-                add_result(sweep, directory)
+        with settings.added(variables or {}):
+            _run(directory, discover(os.environ))
     except OSError as error:  # other errors are in the record: this one is a failure to write
         reason = f"{directory}: its record cannot be written: {error.strerror or error}"
-        echo(f"{reason}; free some space, and continue with {resume.command(sweep or directory)}", sys.stderr)
+        again = resume.command(ledger.sweep_of(directory) or directory)
+        echo(f"{reason}; free some space, and continue with {again}", sys.stderr)
         raise SystemExit(1) from None
 
 
@@ -70,19 +67,8 @@ def find_micro_batch(directory: Path, steps: JobSteps) -> bool:
     """
     attempt = claimed(Attempt(directory, uuid.uuid4().hex), "srun")
     opened = store.read_record(directory)
-    try:
-        with settings.added(opened.variables or {}):
-            return micro_batch.find(of_record(opened.written), attempt, display.heading(opened), steps, run)
-    finally:
-        if sweep := ledger.sweep_of(directory):
-            add_result(sweep, directory)
-
-
-def add_result(sweep: Path, directory: Path) -> None:
-    """Add a run that has ended to the results of its sweep."""
-    written = store.load_record(directory)
-    if not record.is_open(written):
-        store.append_result(sweep, written)
+    with settings.added(opened.variables or {}):
+        return micro_batch.find(of_record(opened.written), attempt, display.heading(opened), steps, run)
 
 
 def _run(directory: Path, world: World | None) -> None:

@@ -112,7 +112,7 @@ def _in_step(steps: JobSteps, directory: Path) -> None:
     status = steps.start(directory)
     written = store.load_record(directory)
     if record.is_open(written):
-        cause = failure.of_launcher("Gone", f"its step ended with exit status {status} and without a result")
+        cause = failure.Failure(-1, "Gone", f"its step ended with exit status {status} and without a result")
         store.write_record(directory, record.failed(written, cause))
 
 

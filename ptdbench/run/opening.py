@@ -7,8 +7,7 @@ from ptdbench.launch import settings
 from ptdbench.launch.world import World
 from ptdbench.planning.tries import with_found_micro_batch
 from ptdbench.problems import ConfigError
-from ptdbench.records import failure, ledger, ownership, record, store
-from ptdbench.run import door
+from ptdbench.records import failure, ownership, record, store
 from ptdbench.setup import run_spec
 from ptdbench.setup.config import of_record
 from ptdbench.terminal import echo
@@ -44,6 +43,4 @@ def reopen(directory: Path, world: World | None) -> bool:
     except ConfigError as held:
         echo(str(held), sys.stderr)
         raise SystemExit(1) from None
-    if refused and (sweep := ledger.sweep_of(directory)):
-        door.add_result(sweep, directory)
     return refused is None

@@ -52,7 +52,7 @@ def start(config: Config, attempt: Attempt, watch: Stopwatch, heading: Heading) 
         raise
     else:
         reason = "every rank ended with exit status 0 and without a result"
-        ending.fail_if_open(attempt, failure.of_launcher("ExitStatus", reason))
+        ending.fail_if_open(attempt, failure.Failure(-1, "ExitStatus", reason))
 
 
 def _as_rank(environ: Mapping[str, str], attempt: Attempt, watch: Stopwatch, heading: Heading) -> None:

@@ -122,8 +122,7 @@ class Agenda:
         """Write the record of a run and Hydra's files, and return the run; ``None`` if it must not be executed.
 
         Left out are runs that are done, in the queue or not requested; with a message those that another process
-        executes, or that have checkpoints of other options; and in a search those that failed. A refused run gets a row
-        in the results.
+        executes, or that have checkpoints of other options; and in a search those that failed.
 
         Raises:
             ConfigError: The run is one of a search or a single one, and it cannot be executed in its directory.
@@ -131,7 +130,6 @@ class Agenda:
         """
         run = self.runs[number]
         if self.is_sweep and self._is_left_out(run):
-            self._count(run)
             return None
         try:
             if run.summary:
@@ -163,30 +161,14 @@ class Agenda:
         is_there = (self.place(run) / store.RECORD).exists()
         return is_there and record.is_done(self.place(run), run.config.resolved, or_failed=self.searches)
 
-    def _count(self, run: Run) -> None:
-        """Add a run that is done to the results, if the process that executed it was killed before that."""
-        if self._is_done(run):
-            written = store.load_record(self.place(run))
-            if (run.subdirectory, written["status"]) not in self._counted:
-                store.append_result(self.directory, written)
-
-    @cached_property
-    def _counted(self) -> set[tuple[str, str]]:
-        """The runs that already had a result when this process started, each with its status."""
-        results = store.read_results(self.directory)
-        return {(store.below(self.directory, result.directory), result.status) for result in results}
-
     def _write(self, run: Run) -> None:
         directory = self.place(run)
         written = draft(run, directory)
-        again, earlier = (directory / store.RECORD).exists(), store.load_or_set_aside(directory)
+        earlier = store.load_or_set_aside(directory)
         if earlier and self.is_sweep:
             self._compare(directory, earlier, written)
         if not create_atomically(directory, lambda folder, _: write_json(folder / store.RECORD, written)):
             ownership.open_record(directory, written)
-        had_ended = again and not (earlier and earlier.is_open)
-        if self.is_sweep and (run.refused or had_ended):  # it will be repeated: its earlier result no longer counts
-            store.append_result(self.directory, written)
 
     def _compare(self, directory: Path, earlier: RunRecord, draft: Written) -> None:
         """Report that a run was done with other options.

@@ -35,7 +35,7 @@ def check(composed: Composed, goes_on: Path | None) -> None:
 
 def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
     """Find a resumed sweep whose directories would be assigned to other runs."""
-    for directory in store.holding(sweep, store.RECORD):
+    for directory in store.run_directories(sweep):
         try:
             record = store.read_record(directory)
         except (OSError, store.Damaged):

@@ -3,14 +3,14 @@
 import errno
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.records import ledger, ownership, schema, store
-from ptdbench.records.failure import Failure, of_launcher
+from ptdbench.records.failure import Failure
 from ptdbench.records.ownership import Progress, read_progress
 from ptdbench.records.record import failed
 from ptdbench.records.run_record import RunRecord, typed
@@ -46,7 +46,7 @@ class Run:
     job: ledger.Job | None  #: Its job, or ``None`` if it was not submitted.
     queue: JobState | None  #: SLURM's state of the job; ``None`` if SLURM no longer knows it.
     record: RunRecord  #: Its current record.
-    is_over: bool  #: Whether it has ended and its result is among the sweep's.
+    is_over: bool  #: Whether it has ended.
     progress: Progress | None = None  #: The progress of a run that has not ended.
 
 
@@ -56,7 +56,7 @@ class Sweep:
 
     runs: Sequence[Run]  #: The runs, in the order of their numbers.
     silence: str = ""  #: Why SLURM could not be queried; empty if it could, or did not have to be.
-    damage: Sequence[str] = ()  #: A message for each damaged line of its results, and for a damaged ledger.
+    damage: Sequence[str] = ()  #: A message for a damaged ledger, and for what could not be written.
     goes_on: bool = False  #: Whether a process here is executing it, and may start more runs.
     #: The sweep or single runs whose process was killed, to be resumed with these options, such as ``--config-dir``.
     killed: Mapping[Path, Sequence[str]] = field(default_factory=dict)
@@ -78,8 +78,8 @@ def settle(directory: Path) -> Sweep:
     """
     damage: list[str] = []
     jobs = _jobs(directory, damage.append)
-    results = _results(directory, damage.append)
-    doubtful = [job for job in jobs if not _is_final(results.get(job.directory))]
+    records = _records(directory, jobs)
+    doubtful = [job for job in jobs if not _is_final(records[job.directory])]
     try:
         by_directory, queue = _ask(doubtful)
         silence = ""
@@ -94,13 +94,15 @@ def settle(directory: Path) -> Sweep:
             if error.errno not in _READ_ONLY:
                 raise
             damage.append(f"{error.filename or directory}: {error.strerror}; how jobs ended is not written down")
-        results = _results(directory)
+        records |= {job.directory: record_of(directory / job.directory) for job in gone}
     ended = {job.directory for job in gone}
     runs = [
-        _submitted(directory, job, queue.get(job.id or ""), results.pop(job.directory, None), job.directory in ended)
+        _submitted(directory, job, queue.get(job.id or ""), records.pop(job.directory), job.directory in ended)
         for job in jobs
     ]
-    runs += _of_this_machine(directory, results, {run.directory for run in runs})
+    for name, record in records.items():
+        shown = directory.resolve().name if name == "." else name
+        runs.append(Run(shown, None, None, record, not record.is_open, read_progress(directory / name)))
     if not runs:
         raise FileNotFoundError(directory)
     goes_on = store.is_locked(directory)
@@ -120,18 +122,11 @@ def _was_killed(run: Run) -> bool:
     return is_here and is_open and run.record.owner is not None and ownership.is_alive(run.record.owner) is False
 
 
-def _of_this_machine(directory: Path, results: Mapping[str, RunRecord], submitted: Collection[str]) -> Iterator[Run]:
-    """Yield the runs without a job; an open result is ignored, as the record of a repeated run is more recent."""
-    paths = store.holding(directory, store.RECORD) if store.is_sweep(directory) else [directory, *directory.glob("*")]
-    runs, places = dict(results), {}
-    for path in (one for one in paths if (one / store.RECORD).exists()):
-        name = path.resolve().name if path == directory else str(path.relative_to(directory))
-        if name not in submitted:
-            places[name] = path
-            if name not in runs or runs[name].is_open:
-                runs[name] = record_of(path)
-    for name, record in runs.items():
-        yield Run(name, None, None, record, not record.is_open, read_progress(places.get(name, directory / name)))
+def _records(directory: Path, jobs: Sequence[ledger.Job]) -> dict[str, RunRecord]:
+    """Return the records of a sweep's runs, of a run, or of the runs in a folder, by their directories below it."""
+    paths = store.run_directories(directory) if store.is_sweep(directory) else [directory, *directory.glob("*")]
+    names = [str(path.relative_to(directory)) for path in paths if (path / store.RECORD).exists()]
+    return {name: record_of(directory / name) for name in [*names, *(job.directory for job in jobs)]}
 
 
 def _jobs(directory: Path, tell: Callable[[str], object]) -> list[ledger.Job]:
@@ -185,36 +180,24 @@ def conclude(sweep: Path, subdirectory: str, cause: Failure, status: str | None 
     written = failed(store.load_record(sweep / subdirectory), cause)
     done = {**written, "status": status or written["status"]}
     store.write_record(sweep / subdirectory, done)
-    store.append_result(sweep, done)
     return typed(done)
 
 
-def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) -> dict[str, RunRecord]:
-    """Return the results of a sweep, by the runs' directories relative to it, as it may have been moved."""
-    return {store.below(directory, record.directory): record for record in store.read_results(directory, tell)}
-
-
-def _submitted(
-    directory: Path, job: ledger.Job, state: JobState | None, result: RunRecord | None, has_ended: bool
-) -> Run:
-    """Return the status of a submitted run; while its job is in the queue the run is not over, whatever its result."""
+def _submitted(directory: Path, job: ledger.Job, state: JobState | None, record: RunRecord, has_ended: bool) -> Run:
+    """Return the status of a submitted run; while its job is in the queue the run is not over, whatever its record."""
     # Except in a job with several runs: it stays in the queue for the others, and is never requeued.
-    if result and (_is_gone(state) or (job.step is not None and _is_final(result))):
-        return Run(job.directory, job, None, result, is_over=True)
-    path = directory / job.directory
-    return Run(job.directory, job, state, record_of(path), has_ended, read_progress(path))
+    is_recorded = not record.is_open and record.status != DAMAGED
+    if is_recorded and (_is_gone(state) or (job.step is not None and _is_final(record))):
+        return Run(job.directory, job, None, record, is_over=True)
+    return Run(job.directory, job, state, record, has_ended, read_progress(directory / job.directory))
 
 
 def _record_ends(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, JobState]) -> None:
     """Record the end of jobs that could not do so themselves, or only noted a signal."""
     if any(record_of(directory / job.directory).is_open for job in gone):
         time.sleep(GRACE)
-    results = _results(directory)
     for job in gone:
-        path, state, result = directory / job.directory, queue.get(job.id or ""), results.get(job.directory)
-        if result and result.is_open:  # the run was restarted, and has not recorded its end
-            result = None
-        record = result or record_of(path)
+        record, state = record_of(directory / job.directory), queue.get(job.id or "")
         owner = record.owner and record.owner.job
         if record.status == DAMAGED or (record.is_open and owner not in (None, job.id)):
             continue  # nothing more can be known; or another job owns the run, and refused this one
@@ -222,19 +205,17 @@ def _record_ends(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str
             kind, message = _end(job, state, begun=owner is not None)
             if "it has saved" in record.error.message:  # and how to resume it
                 message += f"; {record.error.message}"
-            cause = of_launcher(kind, message)
+            cause = Failure(-1, kind, message)
             conclude(directory, job.directory, cause, STATUS_OF.get(kind, "failed"))
-        elif result is None:
-            store.append_result(directory, record.written)  # the job was killed between its record and the results
 
 
 def _is_gone(state: JobState | None) -> bool:
     return state is None or state.is_over
 
 
-def _is_final(result: RunRecord | None) -> bool:
-    """Return whether a result is final, so that SLURM cannot add to it."""
-    return result is not None and not result.is_open and not _was_signaled(result)
+def _is_final(record: RunRecord) -> bool:
+    """Return whether a record is final, so that SLURM cannot add to it."""
+    return not record.is_open and record.status != DAMAGED and not _was_signaled(record)
 
 
 def _was_signaled(record: RunRecord) -> bool:

@@ -271,7 +271,7 @@ def _take_back(names: Sequence[str]) -> None:
 
 def _write_off(sweep: Path, runs: Sequence[Run], error: BaseException) -> None:
     words = str(error).strip().splitlines() or [type(error).__name__]
-    cause = failure.of_launcher(NOT_SUBMITTED, f"nothing was submitted: {words[-1]}")
+    cause = failure.Failure(-1, NOT_SUBMITTED, f"nothing was submitted: {words[-1]}")
     for run in runs:
         with suppress(OSError, store.Damaged):  # on a full disk the records stay open, which is still true
             status.conclude(sweep, run.subdirectory, cause)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ptdbench.records import ledger
-from ptdbench.records.failure import of_launcher
+from ptdbench.records.failure import Failure
 from ptdbench.report import text
 from ptdbench.report.labels import titles
 from ptdbench.report.remarks import OUTPUT, reason
@@ -193,7 +193,7 @@ def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:
     record = status.record_of(sweep_directory / subdirectory)
     if record.is_open:
         message = f"the job's process ended without a result{OUTPUT}{log}"
-        record = status.conclude(sweep_directory, subdirectory, of_launcher("Gone", message), "failed")
+        record = status.conclude(sweep_directory, subdirectory, Failure(-1, "Gone", message), "failed")
     echo(f"{Path(subdirectory).name}: {record.status}", sys.stderr)
     _show_failure(Run(subdirectory, None, None, record, is_over=True))
 

@@ -244,8 +244,8 @@ def _remarks(job: Job, facts: Sequence[_Facts], load: Sequence[OtherLoad]) -> li
     remarks += [f"node {of_node.node}: {of_node}, which slows it down" for of_node in load if of_node.is_busy]
     if job.world.size == 1:
         remarks.append("a single rank has no links")
-    for node, here in grouped((peer.node, peer) for peer in job.peers).items():
-        threads, cores = sum(peer.threads for peer in here), len({core for peer in here for core in peer.cores})
+    for node, peers in grouped((peer.node, peer) for peer in job.peers).items():
+        threads, cores = sum(peer.threads for peer in peers), len({core for peer in peers for core in peer.cores})
         if threads > cores:
-            remarks.append(f"node {node}: {threads} threads of {len(here)} ranks share {cores} cores")
+            remarks.append(f"node {node}: {threads} threads of {len(peers)} ranks share {cores} cores")
     return list(dict.fromkeys(remarks))

@@ -155,7 +155,7 @@ def _measure_series(
     """Measure one operation by size."""
     operation, dtype = OPERATIONS[series.op], DTYPES[series.dtype or "fp32"]
     place = member and replace(member, dtype=dtype)
-    item = dtype.torch.itemsize
+    item = dtype.itemsize
     sizes = timing.sizes(options.min_bytes, options.max_bytes, options.factor)
     counts = dict.fromkeys(operation.count(size, ranks, item) for size in sizes) if series.dtype else [0]
     rows: list[CollectiveResult] = []
@@ -169,22 +169,19 @@ def _measure_series(
         seconds = timing.repeat(message.call if message else None, job.device, options)
         if message and place:
             verify(message, name, place)
-        rows.append(_result(series, size, ranks, seconds))
+        times = summary(seconds)
+        rate, bus_factor = size / median_of(times), operation.bus_factor
+        result = CollectiveResult(
+            **asdict(series),
+            bytes=size,
+            ranks=ranks,
+            repetitions=len(seconds),
+            seconds=times,
+            algbw=rate if bus_factor else None,
+            busbw=rate * bus_factor(ranks) if bus_factor else None,
+        )
+        rows.append(result)
     return rows
-
-
-def _result(series: Series, size: int, ranks: int, seconds: Sequence[float]) -> CollectiveResult:
-    times = summary(seconds)
-    rate, bus_factor = size / median_of(times), OPERATIONS[series.op].bus_factor
-    return CollectiveResult(
-        **asdict(series),
-        bytes=size,
-        ranks=ranks,
-        repetitions=len(seconds),
-        seconds=times,
-        algbw=rate if bus_factor else None,
-        busbw=rate * bus_factor(ranks) if bus_factor else None,
-    )
 
 
 def _listed(option: str | Sequence[str], everything: Iterable[str]) -> list[str]:

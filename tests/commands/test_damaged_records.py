@@ -12,7 +12,7 @@ import pytest
 
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records import series
-from ptdbench.records.store import RECORD, RESULTS
+from ptdbench.records.store import RECORD
 from tests.report.made import DDP, FSDP, keep, made
 
 #: A run that has a bit of everything that commands read.
@@ -69,10 +69,7 @@ def lay(sweep: Path, records: list[dict[str, Any]]) -> Path:
     for number, one in enumerate(records, start=2):
         (sweep / f"{number}_damaged").mkdir()
         written = {"schema": 2, "workload": "train", "fingerprint": "", "directory": f"sweep/{number}_damaged"} | one
-        text = json.dumps(written)
-        (sweep / f"{number}_damaged" / RECORD).write_text(text)
-        with (sweep / RESULTS).open("a") as file:
-            file.write(f"{text}\n")
+        (sweep / f"{number}_damaged" / RECORD).write_text(json.dumps(written))
     for path in sweep.glob("*_*"):
         rows = series.unknown(3, 2)
         rows["loss"], rows["step_seconds"] = 1.0, 0.1

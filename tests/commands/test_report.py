@@ -7,7 +7,6 @@ import webbrowser
 import pytest
 
 from ptdbench.records import store
-from ptdbench.records.store import RESULTS
 from tests.report.made import DDP, FSDP, failed, keep, run
 
 
@@ -59,13 +58,9 @@ class TestForms:
         status, _, err = report(sweep, "--open", "--force")
         assert (status, err) == (0, [f"no browser was found to show {sweep / 'report.html'}"])
 
-    def test_one_run_or_results_alone(self, report, sweep, tmp_path):
+    def test_one_run(self, report, sweep):
         assert report(sweep / "1_gpt_tiny_ddp")[0] == 0
         assert (sweep / "1_gpt_tiny_ddp" / "report.html").exists()
-        (tmp_path / "mailed").mkdir()
-        (sweep / RESULTS).rename(tmp_path / "mailed" / RESULTS)
-        status, out, _ = report(tmp_path / "mailed" / RESULTS)
-        assert (status, out) == (0, [f"report       {tmp_path / 'mailed' / 'report.html'}"])
 
     def test_several_directories_of_which_none_is_reported_twice(self, report, sweep, tmp_path):
         keep(tmp_path / "more", "0_gpt_tiny_ddp", DDP)
@@ -86,7 +81,7 @@ class TestForms:
         """As of a comparison that was killed before its first run."""
         empty = tmp_path / "empty"
         empty.mkdir()
-        told = f"{empty}: no record.json and no results.jsonl there or below"
+        told = f"{empty}: no record.json there or below"
         assert report(empty, sweep, "--md") == (0, [f"report       {sweep / 'report.md'}"], [f"{told}: left out"])
         status, out, err = report(empty, empty)
         assert (status, out, err[0]) == (1, [], f"{told}: left out")
@@ -131,7 +126,7 @@ class TestRefused:
         assert (missing / "report.html").exists()
 
     def test_nothing_there(self, report, tmp_path):
-        rule = "no record.json and no results.jsonl there or below"
+        rule = "no record.json there or below"
         remedy = "give the directory of a run or of a sweep, or a folder of them"
         assert report(tmp_path) == (1, [], [f"{tmp_path}: {rule}; {remedy}"])
         assert list(tmp_path.iterdir()) == []

@@ -139,4 +139,4 @@ def test_each_side_of_a_comparison_has_its_own_alternatives_with_all_its_blocks(
     assert [len(one.runs) for one in groups] == [4, 4]
     assert groups[0].sample.keys() == groups[1].sample.keys()
     assert names([one.median_run for one in groups]) == ["ddp [before]", "ddp [after]"]
-    assert [place.rank for place in rank(groups).places] == [(1, 1), (2, 2)]
+    assert [place.rank for place in rank(groups)] == [(1, 1), (2, 2)]

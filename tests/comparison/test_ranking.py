@@ -26,22 +26,22 @@ def ranked(*alternatives):
 
 def answer(standings):
     """The sentence on the places, each called by how it is parallelized."""
-    return ranking.answer([(one.alternative.median_run.parallel, one) for one in standings.places], "tokens")
+    return ranking.answer([(one.alternative.median_run.parallel, one) for one in standings], "tokens")
 
 
 def test_ranks_differ_or_are_shared():
     standings = ranked(repeated("fsdp", scaled(0.8)), [failed("single", "no")], repeated("ddp", STEADY))
-    assert [place.alternative.median_run.parallel for place in standings.places] == ["ddp", "fsdp", "single"]
-    assert [place.rank for place in standings.places] == [(1, 1), (2, 2), None]
-    first, second, last = standings.places
+    assert [place.alternative.median_run.parallel for place in standings] == ["ddp", "fsdp", "single"]
+    assert [place.rank for place in standings] == [(1, 1), (2, 2), None]
+    first, second, last = standings
     assert second.ratio == pytest.approx(stats.gmean(scaled(0.8)) / stats.gmean(STEADY))
     assert second.against_best.low < second.ratio < second.against_best.high
     assert (first.ratio, first.against_best, last.ratio, last.rate, last.margin) == (1.0, None, None, None, None)
     assert re.fullmatch(r"ddp is fastest: 1\.250x fsdp \(95 %: 1\.2[34]\d to 1\.2[56]\d\)", answer(standings))
     tied = repeated("pdp", scaled(0.8005, jitter=0.002))
     standings = ranked(repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), tied)
-    assert [place.rank for place in standings.places] == [(1, 1), (2, 3), (2, 3)]
-    largest = max(place.against_best.detectable for place in standings.places[1:])
+    assert [place.rank for place in standings] == [(1, 1), (2, 3), (2, 3)]
+    largest = max(place.against_best.detectable for place in standings[1:])
     detected = f"with 3 runs each, differences of {1 + largest:.4g}x or more are detected (90% power)"
     assert ranking.remark(standings) == f"ranks: simultaneous 95% confidence; {detected}"
     assert answer(standings).endswith("); pdp and fsdp cannot be told apart")
@@ -55,8 +55,8 @@ def test_an_order_is_known_although_ranks_overlap():
         for mean, scale in ((0.01, 0.1), (0.005, 1.0), (0.0, 0.0))
     ]
     standings = ranked(*(repeated(name, of) for name, of in zip(("ddp", "pdp", "fsdp"), rates, strict=True)))
-    assert [place.rank for place in standings.places] == [(1, 2), (1, 3), (2, 3)]
-    first, middle, last = standings.places
+    assert [place.rank for place in standings] == [(1, 2), (1, 3), (2, 3)]
+    first, middle, last = standings
     assert last.is_behind(first)
     assert not any(one.is_behind(other) for one, other in ((middle, first), (last, middle), (first, last)))
     assert answer(standings).startswith("ddp and pdp cannot be told apart; fsdp is slower: 0.990x ddp (95 %: 0.98")
@@ -65,7 +65,7 @@ def test_an_order_is_known_although_ranks_overlap():
 def test_what_would_have_been_seen_is_among_all_pairs():
     first, tied, last = ranked(
         repeated("ddp", STEADY), repeated("fsdp", scaled(0.999, jitter=0.003)), repeated("pdp", scaled(0.5))
-    ).places
+    )
     samples = [place.alternative.sample for place in (first, tied, last)]
     alone = significance.compare(apart := Pool(samples).difference(samples[1], samples[0]))
     among = tied.against_best
@@ -75,15 +75,13 @@ def test_what_would_have_been_seen_is_among_all_pairs():
 
 def test_one_alternative_and_single_runs_of_an_unknown_machine_have_no_order():
     standings = ranked(repeated("ddp", STEADY))
-    assert (standings.places[0].rank, ranking.remark(standings)) == ((1, 1), None)
+    assert (standings[0].rank, ranking.remark(standings)) == ((1, 1), None)
     assert re.fullmatch(r"ddp: 1,000 tokens/s ±\d\.\d%, compared with no other", answer(standings))
-    assert standings.places[0].margin == significance.margin(
-        Pool([sample := standings.places[0].alternative.sample]), sample
-    )
+    assert standings[0].margin == significance.margin(Pool([sample := standings[0].alternative.sample]), sample)
     nothing = ranked([failed("ddp", "no")])
-    assert ([place.rank for place in nothing.places], ranking.remark(nothing)) == ([None], None)
+    assert ([place.rank for place in nothing], ranking.remark(nothing)) == ([None], None)
     standings = ranked([run("ddp", 1000.0)], [run("fsdp", 100.0)])
-    assert [(place.rank, place.margin, place.against_best) for place in standings.places] == [((1, 2), None, None)] * 2
+    assert [(place.rank, place.margin, place.against_best) for place in standings] == [((1, 2), None, None)] * 2
     assert ranking.remark(standings) == "one run each: not ranked; repeat=5 ranks them"
     assert answer(standings) == "No layout is shown to be faster than another: one run each; repeat=5 ranks them"
 
@@ -93,12 +91,12 @@ def test_two_runs_each_have_the_order_that_they_show_themselves():
     for share, rank in ((0.9, (1, 2)), (1.1, (1, 1))):
         factor = math.exp(-share * 0.001 * stats.t.ppf(0.975, 1))
         standings = ranked(repeated("ddp", [1000.0] * 2), repeated("fsdp", scaled(factor, [1000.0] * 2)))
-        assert standings.places[0].rank == rank
+        assert standings[0].rank == rank
 
 
 def test_an_order_behind_a_single_run_is_known():
     standings = ranked([run("single", 5000.0)], repeated("ddp", STEADY), repeated("fsdp", scaled(0.5)))
-    assert [place.rank for place in standings.places] == [(1, 3), (1, 2), (2, 3)]
+    assert [place.rank for place in standings] == [(1, 3), (1, 2), (2, 3)]
     each = f"1 to {len(STEADY)} runs each"
     assert ranking.remark(standings) == f"ranks: simultaneous 95% confidence; {each}; single runs: no rank"
 
@@ -106,7 +104,7 @@ def test_an_order_behind_a_single_run_is_known():
 def test_where_some_have_too_few_runs_the_others_keep_their_order():
     runs = repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), repeated("pdp", scaled(0.5)[:1])
     standings = ranked(*runs)
-    assert [place.rank for place in standings.places] == [(1, 2), (2, 3), (1, 3)]
+    assert [place.rank for place in standings] == [(1, 2), (2, 3), (1, 3)]
     assert re.search("; with 1 to 3 runs each, .*; single runs: no rank$", ranking.remark(standings))
 
 
@@ -116,28 +114,28 @@ def test_looking_several_times_makes_the_level_smaller_and_intervals_wider():
         ranked(repeated("ddp", STEADY, options=options), repeated("fsdp", scaled(0.9), options=options))
         for options in ({}, auto)
     )
-    first, second = (place.alternative.sample for place in several.places)
+    first, second = (place.alternative.sample for place in several)
     pool, level = Pool([first, second]), significance.level_of_look(auto["max"])
-    assert several.places[1].against_best == significance.compare(pool.difference(second, first), level)
-    assert several.places[1].margin == significance.margin(pool, second, level) > once.places[1].margin
+    assert several[1].against_best == significance.compare(pool.difference(second, first), level)
+    assert several[1].margin == significance.margin(pool, second, level) > once[1].margin
 
 
 def test_what_is_known_to_be_faster_comes_first():
     """The others have no runs of the blocks in which the machine was at its fastest."""
     whole = repeated("ddp", [100.0, 100.1, 99.9, 200.0, 200.1])
-    first, second = ranked(whole, repeated("fsdp", [110.0, 110.1, 110.0])).places
+    first, second = ranked(whole, repeated("fsdp", [110.0, 110.1, 110.0]))
     order = [(place.alternative.median_run.parallel, place.rank) for place in (first, second)]
     assert order == [("fsdp", (1, 1)), ("ddp", (2, 2))]
     assert second.ratio == pytest.approx(100 / 110, rel=1e-3)
     assert second.against_best.low < second.ratio < second.against_best.high
     whole, half = repeated("ddp", [100.0, 100.1, 99.9, 200.0, 200.1]), repeated("fsdp", [110.0, 110.1, 110.0])
-    places = ranked(whole, half, repeated("pdp", [105.0, 105.1])).places
+    places = ranked(whole, half, repeated("pdp", [105.0, 105.1]))
     order = [(place.alternative.median_run.parallel, place.rank) for place in places]
     assert order == [("fsdp", (1, 2)), ("ddp", (2, 3)), ("pdp", (1, 3))]
     # Each pair has other blocks in common.
     rates = {"ddp": (200.0, None, 100.0), "fsdp": (100.0, 200.0, None), "pdp": (None, 100.0, 210.0)}
     runs = [one for name, of in rates.items() for one in repeated(name, [*of] * 20)]
-    places = ranked(one for one in runs if one.metrics.tokens_per_second).places
+    places = ranked(one for one in runs if one.metrics.tokens_per_second)
     assert [place.alternative.median_run.parallel for place in places] == ["pdp", "ddp", "fsdp"]
     assert all(place.is_behind(before) for before, place in zip(places[-1:] + places, places, strict=False))
 
@@ -159,7 +157,7 @@ def test_a_thousand_single_runs_are_not_compared_two_by_two(monkeypatch):
 
     monkeypatch.setattr(significance, "combinations", lambda places, size: never() if len(places) > 1 else [])
     standings = ranking.rank(group(single_runs(1000)))
-    assert {place.rank for place in standings.places} == {(1, 1000)}
+    assert {place.rank for place in standings} == {(1, 1000)}
     runs = [*repeated("ddp", STEADY), *repeated("fsdp", STEADY)]
     with pytest.raises(AssertionError):
         ranking.rank(group(runs))

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from ptdbench.measure.operations import DTYPES, OPERATIONS, GroupRank, sent, verify
+from ptdbench.measure.operations import DTYPES, OPERATIONS, GroupRank, largest_exact, sent, verify
 from tests.parallel.ranks import pretended
 
 CPU = torch.device("cpu")
@@ -25,9 +25,9 @@ def combined(given):
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_dtype_limits_are_exact(name):
-    dtype = DTYPES[name]
-    below = torch.tensor([dtype.exact - 1, dtype.exact], dtype=torch.int64).to(dtype.torch)
-    assert below.to(torch.int64).tolist() == [dtype.exact - 1, dtype.exact]
+    dtype, most = DTYPES[name], largest_exact(DTYPES[name])
+    below = torch.tensor([most - 1, most], dtype=torch.int64).to(dtype)
+    assert below.to(torch.int64).tolist() == [most - 1, most]
 
 
 @ALL
@@ -36,7 +36,7 @@ def test_sum_is_exact_in_any_order(dtype, ranks):
     given, expected = contributions(ranks, 600, dtype)
     for order in (given, given[::-1], given[1::2] + given[::2]):
         result = combined(order)
-        assert result.dtype == DTYPES[dtype].torch
+        assert result.dtype == DTYPES[dtype]
         assert torch.equal(result, expected)
 
 

@@ -1,6 +1,5 @@
 import pytest
 
-from ptdbench.profiling import events as of_traces
 from ptdbench.profiling import trace
 from ptdbench.profiling.events import CommCall
 from tests.profiling.made_trace import called, event, kernel, label, launched, milliseconds, sent, step, write
@@ -243,7 +242,7 @@ def test_trace_without_phases_is_refused(read, events, device, message):
 
 
 def test_large_traces_are_refused(read, monkeypatch):
-    monkeypatch.setattr(of_traces, "MOST_BYTES", 100)
+    monkeypatch.setattr(trace, "MOST_BYTES", 100)
     with pytest.raises(ValueError, match=r"more than the 100 that are read; try profile\.steps=1"):
         read(*step(0, 1, 3, 10))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.records.failure import Failure, describe, describe_exit, describe_exits, is_of_gpu, root_cause, status_of
+from ptdbench.records.failure import Failure, describe, describe_exits, is_of_gpu, root_cause, status_of
 from ptdbench.records.schema import Error
 
 # As torch 2.15 words them when the peer of a gloo collective, of the store, or of an NCCL one is gone.
@@ -40,7 +40,7 @@ def raised(rank: int, at: float) -> Failure:
 
 
 def exited(rank: int, at: float, exit_code: int) -> Failure:
-    return replace(describe_exit(rank, exit_code), time=at)
+    return replace(describe_exits({rank: exit_code}, 0)[0], time=at)
 
 
 CONSEQUENCES = [
@@ -163,6 +163,6 @@ def test_whose_memory_has_run_out(error, expected):
     (1, "failed", "ended with exit status 1"),
 ])  # fmt: skip
 def test_status_of_an_exit(exit_code, status, words):
-    failure = describe_exit(3, exit_code)
+    (failure,) = describe_exits({3: exit_code}, 0)
     assert (failure.rank, failure.exit_code, status_of(failure)) == (3, exit_code, status)
     assert words in failure.message

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,19 +69,6 @@ def test_a_folder_however_deep_in_the_order_of_its_numbers(tmp_path):
     assert [run.directory for run in ptdbench.load(tmp_path)] == [tmp_path / name for name in in_order]
 
 
-def test_results_in_the_order_of_their_ends_and_where_the_sweep_lies_now(tmp_path):
-    for name in ("1_toy", "0_toy"):
-        run = store.load_record(made(tmp_path / "sweep" / name))
-        store.append_result(tmp_path / "sweep", run | {"directory": f"outputs/sweep/{name}"})
-    (tmp_path / "sweep").rename(tmp_path / "moved")
-    found = ptdbench.load(tmp_path / "moved" / "results.jsonl")
-    assert [run.directory.name for run in found] == ["1_toy", "0_toy"]
-    assert found[0].series("losses").tolist() == [0, 1, 2]
-
-    shutil.rmtree(tmp_path / "moved" / "0_toy")  # of which the line stays
-    assert [run.directory.name for run in ptdbench.load(tmp_path / "moved")] == ["0_toy", "1_toy"]
-
-
 def test_damaged_records_are_left_out_with_a_warning(tmp_path):
     (made(tmp_path / "1") / store.RECORD).write_text("{")
     the_sound_one(tmp_path, r"record\.json is damaged: not JSON")
@@ -90,13 +76,12 @@ def test_damaged_records_are_left_out_with_a_warning(tmp_path):
         ptdbench.load(tmp_path / "1")
 
 
-@pytest.mark.parametrize("name", [store.RECORD, store.RESULTS])
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_irregular_files_are_left_out_with_a_warning(tmp_path, name, make):
+def test_irregular_files_are_left_out_with_a_warning(tmp_path, make):
     """A pipe would keep its reader waiting for ever, and a device fill its memory."""
     (tmp_path / "1").mkdir()
-    make(tmp_path / "1" / name)
-    the_sound_one(tmp_path, f"{name}( is damaged|: cannot be read): Not a regular file")
+    make(tmp_path / "1" / store.RECORD)
+    the_sound_one(tmp_path, r"record\.json is damaged: Not a regular file")
 
 
 def test_a_record_that_cannot_be_read_today_is_left_out_with_a_warning(tmp_path, monkeypatch):
@@ -116,8 +101,9 @@ def test_a_record_that_cannot_be_read_today_is_left_out_with_a_warning(tmp_path,
 
 @pytest.mark.parametrize("directory", ["a\0b", "\ud800", "9" * 5000, "x/" * 3000])
 def test_a_directory_that_no_file_can_have_is_damage(tmp_path, directory):
-    store.append_result(tmp_path, record.begin(CONFIG, Path(directory), {}))
-    the_sound_one(tmp_path, "line 1 is damaged and skipped: directory is no path")
+    (tmp_path / "1").mkdir()
+    store.write_record(tmp_path / "1", record.begin(CONFIG, Path(directory), {}))
+    the_sound_one(tmp_path, r"record\.json is damaged: directory is no path")
 
 
 class TestFrame:
@@ -156,18 +142,16 @@ class TestFrame:
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("", "no record.json and no results.jsonl there or below; give the directory of a run"),
-    ("nowhere", "no record.json and no results.jsonl there or below; give the directory of a run"),
-    ("notes.txt", "is not a results.jsonl; give that or a directory"),
+    ("", "no record.json there or below; give the directory of a run"),
+    ("nowhere", "no record.json there or below; give the directory of a run"),
+    ("notes.txt", "no record.json there or below; give the directory of a run"),
     ("damaged", "no record there or below can be read"),
-    ("damaged/results.jsonl", "no record there or below can be read"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.* is damaged")
 def test_a_path_without_records(tmp_path, name, said):
     (tmp_path / "notes.txt").touch()
     if name.startswith("damaged"):
         (made(tmp_path / "damaged" / "0_toy") / store.RECORD).write_text("{")
-        (tmp_path / "damaged" / store.RESULTS).write_text("{}\n")
     with pytest.raises(FileNotFoundError) as caught:
         ptdbench.load(tmp_path / name)
     assert str(caught.value).startswith(f"{tmp_path / name}: {said}")

@@ -23,7 +23,7 @@ STORED = {
 def test_keys_their_order_and_nulls_stay(tmp_path, kind):
     written = json.dumps(STORED[kind])
     store.write_record(tmp_path, json.loads(written))
-    store.append_result(tmp_path, store.load_record(tmp_path))
+    store.write_results(tmp_path, [store.read_record(tmp_path)])
     assert (tmp_path / store.RESULTS).read_text() == f"{written}\n"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ptdbench.profiling.phases import PHASES
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import NO_ERROR
-from ptdbench.records.store import append_result, write_record
+from ptdbench.records.store import RESULTS, write_record
 
 
 class Made(RunRecord):
@@ -147,7 +147,6 @@ def loaded(*records, sweep="outputs/sweep"):
 
 def keep(sweep: Path, name: str, record: Made) -> Path:
     (sweep / name).mkdir(parents=True)
-    written = (record | {"directory": str(sweep / name)}).written
-    write_record(sweep / name, written)
-    append_result(sweep, written)
+    (sweep / RESULTS).touch()  # which makes it a sweep
+    write_record(sweep / name, (record | {"directory": str(sweep / name)}).written)
     return sweep / name

@@ -133,7 +133,7 @@ def of(*environments):
 def test_each_environment_has_one_number_whatever_the_order_of_its_fields():
     other = ONE | {"cores": 4}
     found = of(ONE, other, dict(reversed(ONE.items())), None)
-    assert found.found == [ONE, other]
+    assert found.distinct == [ONE, other]
     runs = [made({"environment": one}) for one in (dict(reversed(ONE.items())), other, None)]
     assert [found.number(run) for run in [*runs, made({})]] == [0, 1, None, None]
 

@@ -43,7 +43,7 @@ class Kept:
     def begin(self, start: Start) -> str:
         self._called("begin")
         self.opened.append(start)
-        return start.known or "abc"
+        return start.earlier or "abc"
 
     def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
         self._called("send")
@@ -110,7 +110,7 @@ class TestLog:
         assert json.loads((tmp_path / loggers.FILE).read_text()) == {"kept": "abc"}
         service = Kept()
         Log(service, tmp_path).show(RECORD, 1, rows()[1:], [])
-        assert (service.opened[0].known, service.opened[0].first) == ("abc", 1)
+        assert (service.opened[0].earlier, service.opened[0].first) == ("abc", 1)
 
     def test_runs_of_a_sweep_belong_together_and_have_its_options(self, tmp_path):
         directory = tmp_path / "my_sweep" / "nested" / "0_toy"

@@ -6,7 +6,6 @@ from msgspec import to_builtins
 
 from ptdbench.measure.results import OtherLoad
 from ptdbench.records.schema import Clocks
-from ptdbench.records.store import append_result
 from ptdbench.report.remarks import reason
 from ptdbench.report.table import closing_lines, render
 from ptdbench.terminal import command
@@ -221,7 +220,7 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
         "trace        'out puts/0'/trace.json.gz (2 KiB)", "             (open it at https://ui.perfetto.dev)",
         "TensorBoard  tensorboard --logdir 'out puts/0'",
     ]  # fmt: skip
-    append_result(sweep, run().written)
+    (sweep / "results.jsonl").touch()
     assert closing_lines(sweep, [run(), DDP]).splitlines() == [
         "records      'out puts'/results.jsonl", f"phases       {command('explain')} 'out puts'",
         f"report       {command('report')} 'out puts'", "trace        'out puts'/*/trace.json.gz (2 KiB)",

@@ -38,9 +38,9 @@ class TestMatch:
         found = match([*before("fsdp"), *before("ddp")], [*after("ddp", 0.8), *after("fsdp", 1.3)])
         assert [(pair.label, pair.verdict) for pair in found.pairs] == [("fsdp", "faster"), ("ddp", "slower")]
         fsdp, ddp = found.pairs
-        assert fsdp.known.ratio == pytest.approx(1.3)
-        assert ddp.known.ratio == pytest.approx(0.8)
-        assert not ddp.known.is_paired
+        assert fsdp.difference.ratio == pytest.approx(1.3)
+        assert ddp.difference.ratio == pytest.approx(0.8)
+        assert not ddp.difference.is_paired
         assert found.remarks == []
 
     def test_one_configuration_on_each_side_is_a_pair_and_what_one_side_has_alone_is_named(self):
@@ -48,7 +48,7 @@ class TestMatch:
         assert [(pair.label, pair.verdict) for pair in found.pairs] == [("ddp → fsdp", "slower")]
         assert found.remarks == []
         (same_blocks,) = match(before("ddp"), before("fsdp", 0.999)).pairs
-        assert (same_blocks.known.is_paired, same_blocks.verdict) == (True, "slower")
+        assert (same_blocks.difference.is_paired, same_blocks.verdict) == (True, "slower")
         found = match([*before("ddp"), *before("pdp")], [*after("fsdp"), *after("ddp"), *after("tp")])
         assert [pair.label for pair in found.pairs] == ["ddp"]
         assert (found.remarks, status(found, None)) == (["only before: pdp", "only after: fsdp, tp"], 0)
@@ -91,11 +91,11 @@ class TestMatch:
                      [*other, *(run for name in names for run in after(name))])  # fmt: skip
         assert alone.verdict == "slower"
         assert many.pairs[0].verdict == "no difference seen"
-        assert many.pairs[0].known.detectable > alone.known.detectable
+        assert many.pairs[0].difference.detectable > alone.difference.detectable
 
     def test_the_level_holds_for_all_looks_and_intervals_of_each_side(self):
         def known(**options):
-            return match(before(options=options), after(factor=0.98, options=options)).pairs[0].known
+            return match(before(options=options), after(factor=0.98, options=options)).pairs[0].difference
 
         auto = {"runs": "auto", "max": 20}
         assert known(**auto) == known()  # what each sweep looked at was not the difference between them
@@ -121,7 +121,7 @@ class TestStatus:
         found = match(before(), after("ddp", 0.98))
         (pair,) = found.pairs
         assert pair.verdict == "slower"
-        assert 0.96 < pair.known.low < 0.97 < pair.known.ratio < pair.known.high < 1
+        assert 0.96 < pair.difference.low < 0.97 < pair.difference.ratio < pair.difference.high < 1
         assert [status(found, threshold) for threshold in (None, 0.01, 0.03, 0.04)] == [1, 1, 3, 0]
 
     @pytest.mark.parametrize("threshold", [None, 0.03])
@@ -236,7 +236,7 @@ class TestText:
 
     def test_detectable_difference_is_shown(self):
         found = match(before(), after())
-        known = found.pairs[0].known
+        known = found.pairs[0].difference
         seen = f"{known.detectable:.1%} detectable (90% power)"
         assert shown(found).splitlines()[-1] == f"ddp: {seen}, 5 runs each, not paired: they were not run in turn"
         paired = match(before(), before("fsdp", rates=STEADY[::-1]))
@@ -281,7 +281,7 @@ class TestText:
         found = match(before(), [*after(rates=STEADY[1:]), *after(rates=STEADY[:1], hardware={"other_load": load})])
         assert shown(found).splitlines()[-1] == "other processes took 1.5 of 2 cores during ddp after (1 of 5 runs)"
         side = [*before(rates=STEADY[:3]), *before("fsdp", rates=[1000.0, 1100.0, 900.0]), *before("pdp", 0.5)]
-        rows = [place for ranking in of_models(group(side)) for place in ranking.places]
+        rows = [place for places in of_models(group(side)) for place in places]
         expected = {place.alternative.median_run.parallel: f"±{place.margin:.1%}" for place in rows}
         text = shown(match(side, after(rates=STEADY[:3])))
         assert re.search(r"^ddp .*?(±\S*)", text, re.MULTILINE)[1] == expected["ddp"]

@@ -75,7 +75,7 @@ def test_a_rank_that_fails_may_have_decided_by_values():
     failed = made({"status": "failed", "error": error})
     assert reason(failed) == "failed on rank 1: AssertionError: no expert was chosen"
     assert reason(failed | {"kind": "virtual"}).endswith(
-        "; virtual GPUs compute nothing, and what decides by the values of tensors fails there"
+        "; virtual GPUs compute nothing: code that depends on the values of tensors fails there"
     )
     refused = {**error, "rank": -1, "type": "ConfigError", "message": "precision=fp8: no"}
     assert reason(failed | {"kind": "virtual", "error": refused}) == "failed: ConfigError: precision=fp8: no"

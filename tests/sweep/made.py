@@ -79,13 +79,11 @@ class Directory:
         store.write_record(path, record.begin(CONFIG, path, {}))
         return path
 
-    def end(self, number: int, *, told: bool = True, **changes: Any) -> dict[str, Any]:
-        """A run that has begun ends well, or with ``changes``; ``told``: the sweep has its result too."""
+    def end(self, number: int, **changes: Any) -> dict[str, Any]:
+        """A run that has begun ends well, or with ``changes``."""
         path = self.path / f"{number}_toy_ddp"
         written = {**store.load_record(path), **DONE, **changes}
         store.write_record(path, written)
-        if told:
-            store.append_result(self.path, written)
         return written
 
     def submit(self, count: int, *, known: bool = True) -> list[ledger.Job]:

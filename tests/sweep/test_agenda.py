@@ -126,11 +126,8 @@ def test_a_search_that_goes_on_tells_its_sweeper_the_same_of_what_has_ended_and_
         Agenda(tmp_path, runs, searches=True).open(number)
         written = store.load_record(tmp_path / f"{number}_toy_ddp") | {"status": status, "error": None}
         store.write_record(tmp_path / f"{number}_toy_ddp", written)
-        store.append_result(tmp_path, written)
-    before = (tmp_path / store.RESULTS).read_bytes()
     agenda = Agenda(tmp_path, runs, searches=True)
     assert agenda.open(0) is None
-    assert (tmp_path / store.RESULTS).read_bytes() == before
     told = Abridged("…, seed=0 (here 7), and the sweeper chooses other values now; start another …")
     assert refusal_of(Agenda(tmp_path, others, searches=True).open, 0) == told
     assert store.load_record(tmp_path / "0_toy_ddp")["status"] == "oom"
@@ -149,20 +146,6 @@ def test_a_run_that_would_go_on_in_another_shape_is_left_as_it_is(asked, tmp_pat
     assert f"instead of {was.world_size} ranks, which may change its numbers; " in capsys.readouterr().err
     assert store.load_record(tmp_path / "0_toy_ddp") == begun
     assert Agenda(tmp_path, asked("reshape=true")).open(0) is not None
-
-
-def test_a_run_that_was_ok_when_its_sweep_was_killed_gets_its_result(asked, tmp_path):
-    """Killed between a run's last word and the line in the results."""
-    runs = asked("seed=0,1")
-    for number in range(2):
-        Agenda(tmp_path, runs).open(number)
-        written = done(tmp_path, f"{number}_toy_ddp")
-    store.append_result(tmp_path, written)
-    before = (tmp_path / store.RESULTS).read_bytes()
-    agenda = Agenda(tmp_path, runs)
-    assert [agenda.open(number) for number in range(2)] == [None, None]
-    assert [Path(row.directory).name for row in store.read_results(tmp_path)] == ["1_toy_ddp", "0_toy_ddp"]
-    assert (tmp_path / store.RESULTS).read_bytes().startswith(before)
 
 
 class TestRepeats:

@@ -16,7 +16,7 @@ import pytest
 from ptdbench import search_path
 from ptdbench.launch import local
 from ptdbench.problems import ConfigError
-from ptdbench.records.store import append_result
+from ptdbench.records.store import write_record
 from ptdbench.setup.config import Repeat
 from ptdbench.sweep import alternating
 from ptdbench.sweep.alternating import Side
@@ -84,8 +84,9 @@ def carried_out(tmp_path, monkeypatch):
             seen.append((side.name, one.block))
             written = run(directory=str(folder / "0_gpt_tiny_ddp")).written
             written |= ends(*seen[-1])
-            folder.mkdir(parents=True)
-            append_result(folder, written | {"config": written["config"] | {"repeat": asdict(one)}})
+            (folder / "0_gpt_tiny_ddp").mkdir(parents=True)
+            config = written["config"] | {"repeat": asdict(one)}
+            write_record(folder / "0_gpt_tiny_ddp", written | {"config": config})
 
         monkeypatch.setattr(alternating, "_start", start)
         sides = [Side(name, "python", tmp_path) for name in ("before", "after")]

@@ -125,9 +125,11 @@ def sweep(tmp_path):
     def add(parallel, throughputs):
         for block, rate in enumerate(throughputs):
             config = {**CONFIG, "parallel": {"name": parallel}, "repeat": {"block": block}}
-            written = record.begin(config, tmp_path / f"{block}_{parallel}", {}) | {"world_size": 2, "nodes": ["n1"]}
+            directory = tmp_path / f"{block}_{parallel}"
+            written = record.begin(config, directory, {}) | {"world_size": 2, "nodes": ["n1"]}
             ended = {"status": "ok", "metrics": {"tokens_per_second": rate}} if rate else {}
-            store.append_result(tmp_path, written | {"error": None} | ended)
+            directory.mkdir()
+            store.write_record(directory, written | {"error": None} | ended)
         return tmp_path
 
     return add

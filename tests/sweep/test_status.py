@@ -1,7 +1,6 @@
 """Where runs stand, from their files and what SLURM says: on this machine, submitted, ended, killed, forgotten."""
 
 import errno
-import json
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -51,9 +50,8 @@ class TestOnThisMachine:
         ledger.begin(sweep.path, [])
         for name in ("toy/ddp", "toy/ddp/tries/0_2", "gpt_tiny/ddp"):
             (sweep.path / name).mkdir(parents=True)
-            written = record.begin(CONFIG, sweep.path / name, {})
-            store.write_record(sweep.path / name, written)
-        store.append_result(sweep.path, written | DONE)
+            store.write_record(sweep.path / name, record.begin(CONFIG, sweep.path / name, {}))
+        store.write_record(sweep.path / name, store.load_record(sweep.path / name) | DONE)
         assert states(sweep) == [("gpt_tiny/ddp", True, "ok"), ("toy/ddp", False, "failed")]
 
     def test_a_single_run(self, sweep, monkeypatch):
@@ -63,7 +61,7 @@ class TestOnThisMachine:
         assert (run.progress, run.is_over) == (Progress(**PROGRESS), False)
         monkeypatch.chdir(path)
         assert status.settle(Path()).runs[0].directory == path.name
-        sweep.end(0, told=False)
+        sweep.end(0)
         (run,) = status.settle(path).runs
         assert (run.is_over, run.record.status) == (True, "ok")
 
@@ -196,12 +194,12 @@ class TestSubmitted:
     )
     def test_a_job_that_ended_between_its_record_and_the_results_of_the_sweep(self, sweep, said, changes):
         sweep.submit(1)
-        written = sweep.end(0, told=False, **changes)
+        written = sweep.end(0, **changes)
         sweep.says(**said)
         for _ in range(2):  # whoever looks again does not write again
             (run,) = status.settle(sweep.path).runs
             assert (run.record.written, run.is_over) == (written, True)
-            assert (sweep.path / store.RESULTS).read_text().splitlines() == [json.dumps(written)]
+            assert store.load_record(sweep.path / "0_toy_ddp") == written
 
     def test_a_job_whose_id_nobody_wrote_down_is_found_by_its_name(self, sweep):
         sweep.submit(2, known=False)
@@ -313,12 +311,11 @@ class TestEndedByTheCluster:
             assert error.type == "OUT_OF_MEMORY"
             assert f"SLURM ended job 7_0: {words}; SLURM said: {said}; its output" in error.message
 
-    @pytest.mark.parametrize("told", [True, False], ids=["its result is there", "its record only"])
-    def test_a_signal_that_the_run_heard_is_told_in_slurms_words(self, sweep, told):
+    def test_a_signal_that_the_run_heard_is_told_in_slurms_words(self, sweep):
         """SIGTERM reads as a preemption to the run; that it was the time limit only SLURM knows."""
         sweep.submit(4)
         for number in range(4):
-            sweep.end(number, told=told, **HEARD)
+            sweep.end(number, **HEARD)
         sweep.says(_0="TIMEOUT n1", _1="CANCELLED n1", _2="PREEMPTED n1", _3="FAILED n1")
         for _ in range(2):
             seen = [(run.record.status, run.record.error.type) for run in status.settle(sweep.path).runs]
@@ -345,19 +342,17 @@ class TestEndedByTheCluster:
     def test_a_thousand_of_them_are_waited_for_once(self, sweep, monkeypatch):
         sweep.submit(50)
         sweep.says(**{f"_{number}": "CANCELLED" for number in range(50)})
-        waits, reads = [], []
-        read = store.read_results
+        waits = []
         monkeypatch.setattr(time, "sleep", waits.append)
-        monkeypatch.setattr(store, "read_results", lambda *words: reads.append(words) or read(*words))
         assert status.settle(sweep.path).is_over
-        assert (waits, len(reads)) == ([status.GRACE], 3)
+        assert waits == [status.GRACE]
         assert len(sweep.results()) == 50
 
     def test_record_written_late_is_still_read(self, sweep, monkeypatch):
         """Network file systems: the queue knows that the job has ended before its record can be read."""
         sweep.submit(1)
         sweep.says(_0="COMPLETED n1")
-        monkeypatch.setattr(time, "sleep", lambda seconds: sweep.end(0, told=False))
+        monkeypatch.setattr(time, "sleep", lambda seconds: sweep.end(0))
         assert states(sweep) == [("0_toy_ddp", True, "ok")]
 
     def test_a_sweep_of_somebody_else_is_looked_at_all_the_same(self, sweep, monkeypatch):
@@ -401,16 +396,6 @@ class TestDamaged:
         assert (path.read_bytes() if path.exists() else None) == text
         assert len(sweep.results()) == 1
 
-    def test_lines_of_the_results_are_told_one_by_one(self, sweep):
-        sweep.begin(0)
-        whole = json.dumps(sweep.end(0, told=False)).encode()
-        lines = [b"5", b"{}", b'{"directory": null}', b"\xff", b"", whole, b"torn"]
-        (sweep.path / store.RESULTS).write_bytes(b"\n".join(lines))
-        seen = status.settle(sweep.path)
-        assert [run.record.status for run in seen.runs] == ["ok"]
-        places = [line.partition(" is damaged and skipped: ")[0] for line in seen.damage]
-        assert places == [f"{sweep.path / store.RESULTS}: line {number}" for number in (1, 2, 3, 4)]
-
     def test_a_list_of_jobs_is_told_and_the_runs_are_shown(self, sweep):
         sweep.submit(2)
         sweep.end(0)
@@ -424,14 +409,13 @@ class TestDamaged:
 def test_nothing_is_concluded_where_slurm_does_not_answer(sweep):
     jobs = sweep.submit(3)
     sweep.end(0)
-    sweep.end(1, told=False)
     sweep.queue = SlurmError("Unable to contact slurm controller")
     seen = status.settle(sweep.path)
     assert seen.silence == "Unable to contact slurm controller"
     assert [(run.is_over, run.queue) for run in seen.runs] == [(True, None), (False, None), (False, None)]
     assert len(sweep.results()) == 1
     assert store.load_record(sweep.path / jobs[2].directory)["error"]["type"] == "Unfinished"
-    sweep.says(_2="RUNNING n1")  # it answers again
+    sweep.says(_1="FAILED", _2="RUNNING n1")  # it answers again
     assert [run.is_over for run in status.settle(sweep.path).runs] == [True, True, False]
 
 
@@ -447,11 +431,9 @@ def test_nothing_is_concluded_on_another_cluster(sweep, monkeypatch):
 
 
 def begin_again(sweep, number):
-    """``sweep.resume``: a run that failed is begun once more, and the sweep's results say so."""
+    """``sweep.resume``: a run that failed is begun once more."""
     path = sweep.path / f"{number}_toy_ddp"
-    draft = record.begin(CONFIG, path, {})
-    store.append_result(sweep.path, draft)
-    store.write_record(path, draft)
+    store.write_record(path, record.begin(CONFIG, path, {}))
 
 
 def test_a_run_of_this_machine_that_is_done_once_more_goes_on(sweep):
@@ -463,19 +445,18 @@ def test_a_run_of_this_machine_that_is_done_once_more_goes_on(sweep):
     assert not looked.is_over
     (told,) = watch.as_json(looked)["runs"]
     assert (told["status"], told["is_over"], told["step"]) == ("unfinished", False, PROGRESS["step"])
-    sweep.end(0, told=False)
+    sweep.end(0)
     assert states(sweep) == [("0_toy_ddp", True, "ok")]
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told", "killed before it told the sweep"])
-def test_a_run_that_is_done_once_more_is_not_over_with_its_earlier_result(sweep, told):
+def test_a_run_that_is_done_once_more_is_not_over_with_its_earlier_result(sweep):
     """``sweep.resume`` on a cluster: the run that failed waits in the queue again, and then ends well."""
     sweep.submit(1)
     sweep.end(0, status="failed", error=failure())
     begin_again(sweep, 0)
     sweep.says(_0="PENDING (Priority)")
     assert not status.settle(sweep.path).is_over
-    sweep.end(0, told=told)
+    sweep.end(0)
     sweep.says(_0="COMPLETED")
     looked = status.settle(sweep.path)
     assert looked.is_over

@@ -50,7 +50,7 @@ def _curve(number: int, run: RunRecord) -> dict[str, object] | None:
 
 
 def _series(run: RunRecord, name: str) -> np.ndarray:
-    """Return a series of a run; empty if only the results of the sweep were kept, or the file is damaged."""
+    """Return a series of a run; empty if its file is missing or damaged."""
     try:
         return Run(run, Path(run.directory)).series(name)
     except (FileNotFoundError, Damaged):
@@ -66,8 +66,8 @@ def _thinned(*curves: np.ndarray) -> np.ndarray:
     kept = [0, *(part[-1] for part in parts)]
     for values in curves:
         finite = values[np.isfinite(values)]
-        known = np.where(np.isfinite(values), values, np.median(finite) if len(finite) else 0.0)  # no extremes
-        kept += [part[extreme] for part in parts for extreme in (known[part].argmin(), known[part].argmax())]
+        filled = np.where(np.isfinite(values), values, np.median(finite) if len(finite) else 0.0)  # no extremes
+        kept += [part[extreme] for part in parts for extreme in (filled[part].argmin(), filled[part].argmax())]
     return np.unique(kept)
 
 
@@ -81,11 +81,12 @@ def schedules(rows: Mapping[int, columns.Row]) -> list[dict[str, object]]:
     pipelines = {number: row.run for number, row in rows.items() if (row.run.layout.pipeline or 1) > 1}
     paths = [(number, Path(run.directory) / perfetto.NAME) for number, run in pipelines.items() if not run.kind]
     traced = [(number, path) for number, path in paths if path.exists()][:_PIPELINES]
-    return [
-        {"number": number, "passes": passes, "lines": [f"{rows[number].name}, {one}" for one in schedule.lines(passes)]}
-        for number, passes in ((number, schedule.read(path)) for number, path in traced)
-        if passes
-    ]
+    drawn: list[dict[str, object]] = []
+    for number, path in traced:
+        if passes := schedule.read(path):
+            lines = [f"{rows[number].name}, {line}" for line in schedule.lines(passes)]
+            drawn.append({"number": number, "passes": passes, "lines": lines})
+    return drawn
 
 
 class Point(NamedTuple):

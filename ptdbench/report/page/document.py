@@ -28,7 +28,7 @@ from ptdbench.terminal import ESCAPED, plain
 #: Width in columns of the output of other workloads.
 _WIDTH = 120
 
-#: The columns beside the name of a row: on a telephone no others are in sight.
+#: The columns next to the name of a row; a phone shows no others without scrolling.
 _FIRST = (
     "rank",
     "configuration",
@@ -68,8 +68,8 @@ def content(runs: Sequence[RunRecord]) -> dict[str, object]:
     others = [run for run in runs if not run.model]
     return {
         "models": [_model(section, rows, scaling, environments) for section, rows in numbered],
-        "columns": [one.on_page() for name in _FIRST for one in columns.COLUMNS if one.name == name]
-        + [one.on_page() for one in columns.COLUMNS if one.name not in _FIRST],
+        "columns": [column.on_page() for name in _FIRST for column in columns.COLUMNS if column.name == name]
+        + [column.on_page() for column in columns.COLUMNS if column.name not in _FIRST],
         "sweeps": {str(path): name for path, name in short_paths(map(sweep_of, runs)).items()},
         "options": differing,
         "told": options_affecting("told"),
@@ -93,7 +93,7 @@ def _model(
         "answer": section.answer,
         "unit": section.unit,
         "device": section.device,
-        "usual": [one.name for one in section.columns("page")],
+        "usual": [column.name for column in section.columns("page")],
         "rows": [
             {
                 "number": number,
@@ -118,8 +118,8 @@ def _row(row: Row, environments: Environments) -> dict[str, object]:
     against, rate, margin = place.against_best, place.rate, place.margin
     has_phases = not record.kind and not recorded_phases.missing(record)
     return {
-        **{one.field or one.name: one.value(row) for one in columns.COLUMNS},
-        "texts": {one.name: text for one in columns.COLUMNS if (text := one.cell(row)) != MISSING},
+        **{column.field or column.name: column.value(row) for column in columns.COLUMNS},
+        "texts": {column.name: text for column in columns.COLUMNS if (text := column.cell(row)) != MISSING},
         "parallel": record.parallel,
         "predicted_rate": predictions.rate_of(record) or None,
         "low": None if rate is None or margin is None else rate / (1 + margin),
