@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ptdbench.models.protocol import Model, Role, members, module_of
+from ptdbench.models.protocol import Model, Role, members, module_of, roles_of
 from ptdbench.parallel import experts, fp8, tensor
 from ptdbench.parallel.activations import Selective
 from ptdbench.parallel.batch import BatchPlan
@@ -16,7 +16,6 @@ from ptdbench.parallel.dims import Dims, divisors
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_schedules import SCHEDULES, SPLITS_SINCE, rounds
 from ptdbench.parallel.pipeline_stages import split_stages
-from ptdbench.parallel.roles import roles_of
 from ptdbench.problems import Problem, nearest, try_these
 
 #: Whether the option is ruled out, the option, the rule, and a remedy.

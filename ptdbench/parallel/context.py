@@ -18,12 +18,11 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptdbench.kernels.wrapping import wrap_forward
-from ptdbench.models.protocol import Model
+from ptdbench.models.protocol import Model, roles_of
 from ptdbench.parallel import ring
 from ptdbench.parallel.engine import Engine, Scale
 from ptdbench.parallel.options import Method
 from ptdbench.parallel.ring import HEADS, LENGTH
-from ptdbench.parallel.roles import roles_of
 
 #: The dimension of positions in ``[batch, length]``.
 _POSITIONS = 1

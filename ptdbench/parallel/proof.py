@@ -33,10 +33,9 @@ from ptdbench import cache
 from ptdbench.launch import local
 from ptdbench.launch.lifetime import die_with_parent
 from ptdbench.models.materialize import materialize
-from ptdbench.models.protocol import Model, module_of, only_loss
+from ptdbench.models.protocol import Model, module_of, only_loss, roles_of
 from ptdbench.nested import map_tensors, tensors, with_samples
 from ptdbench.parallel import tensor
-from ptdbench.parallel.roles import roles_of
 from ptdbench.problems import first_line
 
 #: The largest difference, relative to the largest number of a tensor.

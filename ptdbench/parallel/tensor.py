@@ -27,8 +27,7 @@ from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy
 from ptdbench.kernels.softmax import VocabularyShare
 from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.models.experts import Router
-from ptdbench.models.protocol import Model, module_of
-from ptdbench.parallel.roles import roles_of
+from ptdbench.models.protocol import Model, module_of, roles_of
 
 #: The dimension of ``[batch, length, ...]`` that sequence parallelism shards outside split layers.
 POSITIONS = 1
