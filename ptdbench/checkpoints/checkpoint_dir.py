@@ -192,7 +192,7 @@ def latest_manifest(run_directory: Path) -> Manifest | None:
 
 def partial(run_directory: Path, step: int) -> Path:
     """Return the directory in which the checkpoint after ``step`` steps is written."""
-    return run_directory / FOLDER / f"{_name(step)}{_PARTIAL}"
+    return run_directory / FOLDER / f"step-{step:08d}{_PARTIAL}"
 
 
 def begin(partial: Path) -> None:
@@ -251,10 +251,6 @@ def remove_partial(run_directory: Path) -> None:
             publish(path)
         else:
             remove(path, _is_ours)
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def _is_ours(name: str) -> bool:

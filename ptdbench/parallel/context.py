@@ -69,13 +69,9 @@ class Positions:
         return [rank, self.pieces - 1 - rank] if self.paired else [rank]
 
 
-def _is_paired(method: Method) -> bool:
-    return method == "ring"
-
-
 def positions_of(mesh: DeviceMesh, method: Method) -> Positions:
     """Return this rank's positions of a sequence that the ranks of ``mesh`` split."""
-    return Positions(mesh.size(), mesh.get_local_rank(), _is_paired(method))
+    return Positions(mesh.size(), mesh.get_local_rank(), paired=method == "ring")
 
 
 def exchange(model: Model, module: nn.Module, mesh: DeviceMesh, method: Method) -> None:
