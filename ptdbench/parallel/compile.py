@@ -76,11 +76,10 @@ def autotuning() -> dict[str, bool]:
     These are torch's max-autotune options, plus persistent matrix products that load through the tensor memory
     accelerator (TMA), which torch omits: on Hopper its plain kernels seldom beat cuBLAS. GPUs without TMA skip them.
     """
-    from torch._inductor import config, list_mode_options
+    from torch._inductor import list_mode_options
 
-    wanted = "enable_persistent_tma_matmul"
     options: dict[str, bool] = list_mode_options("max-autotune-no-cudagraphs")
-    return options | ({f"triton.{wanted}": True} if hasattr(config.triton, wanted) else {})
+    return {**options, "triton.enable_persistent_tma_matmul": True}
 
 
 def parts_outside_layers(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module]) -> list[nn.Module]:

@@ -101,8 +101,7 @@ class _Prover(ExitStack):
                 with other:
                     self.enter_context(local.beside(_serve, other, self._folder))
             (self._folder / _SAID).write_bytes(b"")
-            (self._folder / "question").write_bytes(cloudpickle.dumps((model, batch, ranks)))
-            self._connection.send(None)
+            self._connection.send_bytes(cloudpickle.dumps((model, batch, ranks)))
             if self._connection.poll(DEADLINE):
                 difference: str | None = self._connection.recv()
                 return difference
@@ -123,8 +122,7 @@ def _serve(_environ: Mapping[str, str], connection: Connection, folder: Path) ->
     torch.set_num_threads(1)
     with suppress(EOFError):
         while True:
-            connection.recv()
-            model, batch, ranks = cloudpickle.loads((folder / "question").read_bytes())
+            model, batch, ranks = cloudpickle.loads(connection.recv_bytes())
             difference = _on_ranks(model, batch, ranks, torch.float32, folder)
             is_rounding = False
             if difference and "differs" in difference:
