@@ -107,8 +107,10 @@ class Staging:
 
 def _as_sharded(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of local parts as DTensors where the tensors are."""
-    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    return {**copies, **{name: DTensor(copies[name], of._spec, requires_grad=False) for name, of in sharded.items()}}
+    return {
+        name: DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor := tensors[name], DTensor) else copy
+        for name, copy in copies.items()
+    }
 
 
 def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
@@ -305,7 +307,7 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.Proc
     try:
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as failure:
-        raise _SaveFailed(safe_load.why(failure)) from None
+        raise _SaveFailed(safe_load.reasons(failure)) from None
 
 
 def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:

@@ -123,8 +123,8 @@ class TrainingState:
                 value = values.get(f"{prefix}.{leaf}".lstrip("."))
                 if value is not None and buffer is None:
                     part._buffers[leaf] = value.to(device_of(self._module))
-                elif value is not None and (here := without_repeats(local_part(buffer))).shape == value.shape:
-                    here.copy_(value)  # otherwise it belongs to samples, as a mask does
+                elif value is not None and (target := without_repeats(local_part(buffer))).shape == value.shape:
+                    target.copy_(value)  # otherwise it belongs to samples, as a mask does
 
     def _trained(self, with_buffers: bool) -> dict[str, Tensor]:
         """Return weights, buffers and optimizer state by name, as detached tensors that share memory with the run."""
@@ -195,12 +195,12 @@ def _require_same(
 ) -> None:
     """Raise a ConfigError in all ranks if the tensors of any of them differ from those stored."""
     shapes = gather({name: (tensor.size(), tensor.dtype) for name, tensor in tensors.items()}, group)
-    wanted = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
+    expected = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
     of_ranks = {name for name in stored if name.startswith(("rng.", "own."))}
     differences = {
-        name: f"{name} is {_described(stored, name)} there and {_described(wanted, name)} here"
-        for name in sorted((wanted.keys() | stored.keys()) - of_ranks)
-        if wanted.get(name) != stored.get(name)
+        name: f"{name} is {_described(stored, name)} there and {_described(expected, name)} here"
+        for name in sorted((expected.keys() | stored.keys()) - of_ranks)
+        if expected.get(name) != stored.get(name)
     }
     if not differences:
         return

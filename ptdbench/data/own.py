@@ -33,15 +33,15 @@ def adapt(source: Any, target: str, seed: int) -> Data:
     if not ("samples" in names or {"__getitem__", "__len__"} <= names):
         rule = "has neither samples(start, stop) nor __len__ and __getitem__"
         require(Problem("data._target_", target, rule, "write it as ptdbench.data.protocol.Data, or as a Dataset"))
-    own = Own(source, seed)
+    wrapped = Wrapped(source, seed)
     try:
-        own.example()
+        wrapped.example()
     except Exception as error:  # third-party code may raise anything
         require(Problem("data._target_", target, first_line(error), _RETURNS))
-    return own
+    return wrapped
 
 
-class Own(Data):
+class Wrapped(Data):
     """Samples of an object that says nothing else of itself."""
 
     def __init__(self, source: Any, seed: int) -> None:

@@ -149,10 +149,10 @@ class _CastWeights(torch.autograd.Function):
     def forward(ctx: Any, copies: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtypes = [weight.dtype for weight in weights]
-        given = tuple(copy.detach() for copy in copies)
-        is_frozen = [not wanted for wanted in ctx.needs_input_grad[1:]]
-        ctx.mark_non_differentiable(*compress(given, is_frozen))
-        return given
+        detached = tuple(copy.detach() for copy in copies)
+        is_frozen = [not is_trained for is_trained in ctx.needs_input_grad[1:]]
+        ctx.mark_non_differentiable(*compress(detached, is_frozen))
+        return detached
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

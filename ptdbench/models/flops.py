@@ -84,12 +84,12 @@ def _counted(module: nn.Module, inputs: Any, targets: Tensor, device: torch.devi
         counts = {name: sum(by_operation.values()) / 2 for name, by_operation in counter.get_flop_counts().items()}
         of_modules.update({name.removeprefix(prefix): count for name, count in counts.items()})
 
-    both = _BothPasses(module, note)
+    step = _BothPasses(module, note)
     # Counted on two samples, as batch norm refuses to train on one.
     two = with_samples((inputs, targets), 2, device)
     with counter, sdpa_kernel(SDPBackend.MATH):
-        functional_call(both, without_values(both, device), two)
-    outside, masked = _masked(both, forward, first_tensor(inputs).shape[-1])
+        functional_call(step, without_values(step, device), two)
+    outside, masked = _masked(step, forward, first_tensor(inputs).shape[-1])
     # Three passes, fewer if layers are frozen. Backward counts by module are not reliable: torch's module tracker loses
     # its place in the backward pass of a module that is called with keyword arguments only.
     passes = _batched(counter)["Global"] / (forward["Global"] or 1)

@@ -168,9 +168,9 @@ class Adapted(nn.Module):
             returned = _alone(self._call(module, inputs, targets=targets), lambda output: output.dim() == 0)
             loss = returned if isinstance(returned, Tensor) else _part(returned, "loss")
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(returned).__name__
+                kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(returned).__name__
                 rule = "must return the mean loss, a scalar, or an object with .loss"
-                raise TypeError(f"{type(self.module).__name__}.forward(inputs, targets) {rule}, but returns {what}")
+                raise TypeError(f"{type(self.module).__name__}.forward(inputs, targets) {rule}, but returns {kind}")
             return _scalar(loss)
         return self._finish(self._call(module, inputs), targets)
 

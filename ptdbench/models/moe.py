@@ -192,8 +192,8 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, width]`` to the same."""
         angles = self.rotary(torch.arange(x.shape[1], device=x.device))
-        both = [self.head_width, self.rotary_width]
-        still, turned = self.query(x).unflatten(-1, (-1, sum(both))).transpose(1, 2).split(both, dim=-1)
+        widths = [self.head_width, self.rotary_width]
+        still, turned = self.query(x).unflatten(-1, (-1, sum(widths))).transpose(1, 2).split(widths, dim=-1)
         q = torch.cat([still, rotate(turned, angles)], dim=-1)
         latent, shared = self.latent(x).split([self.latent_width, self.rotary_width], dim=-1)
         of_heads = self.key_value(self.latent_norm(latent)).unflatten(-1, (-1, 2 * self.head_width)).transpose(1, 2)

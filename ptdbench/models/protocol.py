@@ -127,8 +127,8 @@ def roles_of(model: Model) -> dict[str, Role]:
     Raises:
         ConfigError: A role is invalid, or names a module that the model does not have.
     """
-    given: Mapping[str, Any] = model.roles()
-    roles = {name: role if isinstance(role, Role) else Role(role) for name, role in given.items()}
+    named: Mapping[str, Any] = model.roles()
+    roles = {name: role if isinstance(role, Role) else Role(role) for name, role in named.items()}
     modules, kinds = {name for name, _ in module_of(model).named_modules()}, get_args(Kind)
     problems = []
     for name, role in roles.items():

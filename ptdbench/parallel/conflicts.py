@@ -298,7 +298,7 @@ def _undivided_positions(options: Options, dims: Dims, positions: Sequence[Role]
 
 
 def _undivided(
-    option: str, ranks: int, roles: Sequence[Role], others: int = 1, why: str = "", whole: str = "the model"
+    option: str, ranks: int, roles: Sequence[Role], others: int = 1, reason: str = "", whole: str = "the model"
 ) -> Row:
     """Return whether ``ranks`` times ``others`` do not divide the units of any role of ``whole``.
 
@@ -311,7 +311,7 @@ def _undivided(
     smaller = [size for size in divisors(wrong.units) if 1 < size < ranks]
     fits = [size for size in smaller if all(role.units % (size * others) == 0 for role in shared)]
     rule = f"must divide the {wrong.units} {wrong.unit} of {whole}"
-    return True, option, f"times {others} {rule}, {why}" if others > 1 else rule, try_these(fits or [1])
+    return True, option, f"times {others} {rule}, {reason}" if others > 1 else rule, try_these(fits or [1])
 
 
 def of_gloo(options: Options, dims: Dims, model: Model, *, gathers: bool) -> list[Row]:

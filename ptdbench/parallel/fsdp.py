@@ -128,7 +128,7 @@ def _around(
     if not layers:
         return [], []
     holders = Counter(weight for _, weight in module.named_parameters(remove_duplicate=False))
-    alone = [
+    unshared = [
         part
         for part in parts_outside_layers(module, layers, parts)
         if all(holders[weight] == 1 for weight in part.parameters())
@@ -140,7 +140,7 @@ def _around(
             type(holder).forward is nn.Embedding.forward and set(holder._parameters) == {"weight"} for holder in holders
         )
 
-    return [*filter(looks_up, alone)], [part for part in alone if part is parts[-1] and not looks_up(part)]
+    return [*filter(looks_up, unshared)], [part for part in unshared if part is parts[-1] and not looks_up(part)]
 
 
 def _prefetch(groups: Sequence[FSDPModule], freed: Collection[FSDPModule], options: Options) -> None:

@@ -178,7 +178,7 @@ class Pipelined(Engine):
         last = len(divided.stages) - 1
         parts = {
             number: apply(model, Stage(model, divided.stages[number]), setting, options)
-            for number in divided.of(dist.get_rank(group))
+            for number in divided.stages_of(dist.get_rank(group))
         }
         self.module: nn.Module = united([part.module for part in parts.values()])
         self.parts = list(parts.values())

@@ -54,10 +54,10 @@ class PipelineSchedule:
         """Whether the installed torch has the schedule."""
         return not self.splits_backward or torch.__version__ >= SPLITS_SINCE
 
-    def per_rank(self, wanted: int | Literal["auto"]) -> int:
+    def per_rank(self, requested: int | Literal["auto"]) -> int:
         """Return the number of stages on a rank; ``auto``: as few as the schedule allows."""
-        if wanted != "auto":
-            return wanted
+        if requested != "auto":
+            return requested
         return 2 if self.stages == "several" else self.stages
 
     def ranks(self, size: int, per_rank: int) -> list[int]:

@@ -38,9 +38,9 @@ class Strategy(Options):
     """
 
     def __post_init__(self) -> None:
-        given = {name: degree for name, degree in self.degrees().items() if isinstance(degree, int)}
+        typed = {name: degree for name, degree in self.degrees().items() if isinstance(degree, int)}
         require(
-            *at_least(1, **given, prefetch=self.prefetch),
+            *at_least(1, **typed, prefetch=self.prefetch),
             *conflicts.problems(self, conflicts.of_values(self)),
             *conflicts.problems(self, conflicts.of_degrees(self)),
         )

@@ -252,9 +252,9 @@ def _over_ranks(tensor: Tensor, mesh: DeviceMesh, reduction: str) -> Tensor:
     return DTensor.from_local(tensor, mesh, [Partial(reduction)], run_check=False).full_tensor()
 
 
-def _redistributed(local: Tensor, mesh: DeviceMesh, here: Placement, wanted: Placement) -> DTensor:
+def _redistributed(local: Tensor, mesh: DeviceMesh, placement: Placement, target: Placement) -> DTensor:
     """Redistribute a local tensor from placement ``here`` to ``wanted``."""
-    return DTensor.from_local(local, mesh, [here], run_check=False).redistribute(mesh, [wanted])
+    return DTensor.from_local(local, mesh, [placement], run_check=False).redistribute(mesh, [target])
 
 
 def spread(part: nn.Module, mesh: DeviceMesh, placement: Placement, of_gradient: Placement) -> None:

@@ -102,8 +102,8 @@ class Checkpointing:
     @property
     def due(self) -> bool:
         """Whether a checkpoint is due, regardless of evaluations; all ranks agree after the same step."""
-        every = self._job.spec.config.checkpoint.every_steps
-        return every is not None and self._loop.done % every == 0
+        interval = self._job.spec.config.checkpoint.every_steps
+        return interval is not None and self._loop.done % interval == 0
 
     def save(self) -> None:
         """Save the last step unless it is saved; called in all ranks, between two steps."""
