@@ -142,7 +142,7 @@ def _by_kernel(name: str, *arguments: Any) -> Any:
     return getattr(softmax_triton, name)(*arguments)
 
 
-def numbers_of_rows(logits: Tensor, *_: Any) -> Tensor:
+def _numbers(logits: Tensor, *_: Any) -> Tensor:
     """Return an uninitialized number for each row."""
     return logits.new_empty(len(logits), dtype=torch.float32)
 
@@ -155,10 +155,10 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
 
 
-_operation("cross_entropy_(Tensor(a!) logits, Tensor targets, bool gradient) -> Tensor", numbers_of_rows)
+_operation("cross_entropy_(Tensor(a!) logits, Tensor targets, bool gradient) -> Tensor", _numbers)
 _operation(
     "softmax_statistics(Tensor logits, Tensor positions) -> (Tensor, Tensor, Tensor)",
-    lambda logits, _: (numbers_of_rows(logits), numbers_of_rows(logits), numbers_of_rows(logits)),
+    lambda logits, _: (_numbers(logits), _numbers(logits), _numbers(logits)),
 )
 _operation(
     "softmax_gradient_(Tensor(a!) logits, Tensor positions, Tensor maxima, Tensor totals) -> ()", lambda *_: None

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ptdbench.kernels.softmax import numbers_of_rows
-
 #: Adjacent columns that share a maximum: 16 bytes of bf16, which a thread loads at once.
 _LANE = tl.constexpr(8)
 
@@ -111,7 +109,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
     Returns:
         ``[rows]``, fp32.
     """
-    losses = numbers_of_rows(logits)
+    losses = _numbers(logits)
     _softmax_cross_entropy[len(logits),](logits, logits.stride(0), targets, losses, GRADIENT=gradient, **_size(logits))
     return losses
 
@@ -126,7 +124,7 @@ def softmax_statistics(logits: Tensor, positions: Tensor) -> tuple[Tensor, Tenso
     Returns:
         Three of ``[rows]``, fp32.
     """
-    statistics = numbers_of_rows(logits), numbers_of_rows(logits), numbers_of_rows(logits)
+    statistics = _numbers(logits), _numbers(logits), _numbers(logits)
     _softmax_statistics[len(logits),](logits, logits.stride(0), positions, *statistics, **_size(logits))
     return statistics
 
@@ -141,6 +139,11 @@ def softmax_gradient_(logits: Tensor, positions: Tensor, maxima: Tensor, totals:
         totals: ``[rows]``, fp32: sums of exp(logit - maximum).
     """
     _softmax_gradient[len(logits),](logits, logits.stride(0), positions, maxima, totals, **_size(logits))
+
+
+def _numbers(logits: Tensor) -> Tensor:
+    """Return an uninitialized number for each row."""
+    return logits.new_empty(len(logits), dtype=torch.float32)
 
 
 def _size(logits: Tensor) -> dict[str, int]:
