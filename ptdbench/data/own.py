@@ -42,7 +42,7 @@ def adapt(source: Any, target: str, seed: int) -> Data:
 
 
 class Wrapped(Data):
-    """Samples of an object that says nothing else of itself."""
+    """Data from an object that only yields samples."""
 
     def __init__(self, source: Any, seed: int) -> None:
         self._source = source
@@ -93,5 +93,5 @@ def _batch(returned: Any, count: int) -> Batch:
             raise TypeError(f"its samples have a tensor on {tensor.device}, not the CPU")
         if tensor.dim() == 0 or len(tensor) != count:
             shape = tuple(tensor.shape)
-            raise TypeError(f"its first dimension is not that of samples: {count} have a tensor of shape {shape}")
+            raise TypeError(f"its first dimension does not count samples: {count} give a tensor of shape {shape}")
     return inputs, torch.empty(count, 0) if targets is None else targets

@@ -16,7 +16,7 @@ from ptdbench.problems import ConfigError, Problem
 #: Number of samples that ranks compare before a run.
 _COMPARED = 8
 
-#: Inputs and targets: tensors whose first dimension is that of samples. Inputs may also be a tuple of tensors, the
+#: Inputs and targets: tensors whose first dimension counts samples. Inputs may also be a tuple of tensors, the
 #: model's positional arguments, or a dict of tensors, its keyword arguments. Targets of shape ``(samples, 0)`` are
 #: none: the model computes its loss from its inputs.
 Batch = tuple[Any, torch.Tensor]

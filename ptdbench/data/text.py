@@ -178,8 +178,8 @@ def _enough_entries(vocabulary: int, path: str | None, tokenizer: Tokenizer | No
 def _must_exist(path: Path) -> Problem | None:
     if os.path.exists(path):
         return None
-    beside = os.listdir(path.parent) if os.path.isdir(path.parent) else []
-    remedy = try_these(path.parent / name for name in nearest(path.name, beside))
+    siblings = os.listdir(path.parent) if os.path.isdir(path.parent) else []
+    remedy = try_these(path.parent / name for name in nearest(path.name, siblings))
     return Problem("path", path, "there is no such file or folder", remedy)
 
 

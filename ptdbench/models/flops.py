@@ -19,7 +19,7 @@ from ptdbench.models.state import preserved, without_values
 from ptdbench.nested import first_tensor, with_samples
 from ptdbench.problems import first_line
 
-#: Products of batches of matrices, such as those of attention.
+#: Products of batches of matrices, as in attention.
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 

@@ -244,7 +244,7 @@ class Adapted(nn.Module):
         return _prefixed(roles() if (roles := self._method("roles")) else self._planned)
 
     def shortened(self) -> Adapted | None:
-        """Return a copy to prove its plan; ``None``: it has own roles.
+        """Return a copy to prove its plan; ``None``: it names its roles itself.
 
         It has the first of equal blocks in each list, or all if the module counts them.
         """

@@ -1,6 +1,6 @@
-"""Tensor-parallel plans for modules of others: which layers ranks split, by transformers' words or by structure.
+"""Tensor-parallel plans for modules of others: which layers ranks split, in transformers' vocabulary or by structure.
 
-A plan is a dict from names of modules, with ``*`` for any part of a name, to words of transformers. By structure,
+A plan is a dict from names of modules, with ``*`` for any part of a name, to words of that vocabulary. By structure,
 layers that are called with the same input are column-wise, and the layer that takes their outputs is row-wise. Ranks
 share whole heads: trial passes of the module around them with part of their weights find how many there are. A module
 that takes no part, as it reshapes by a number of heads or slices a fused output, gets the outputs of all ranks.
@@ -150,7 +150,7 @@ class _Calls:
 
 
 def _by_structure(calls: _Calls) -> dict[str, Kind]:
-    """Find layers with the same input whose outputs the next layer takes: those of attention, or of an MLP."""
+    """Find layers with the same input whose outputs the next layer takes, as in attention or an MLP."""
     kinds: dict[str, Kind] = {}
     group: list[tuple[str, nn.Linear, Any]] = []
     for name, layer, source in calls.layers():

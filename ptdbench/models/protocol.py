@@ -27,7 +27,7 @@ class Role:
     #: - ``rowwise``: a row-wise linear layer: each rank takes some inputs; the ranks' outputs are summed, and the bias
     #:   is added once.
     #: - ``colwise_gather_output``: like ``colwise``, but ranks gather the outputs: what takes them computes whole.
-    #: - ``rowwise_split_input``: like ``rowwise``, but of whole inputs, of which each rank takes some.
+    #: - ``rowwise_split_input``: like ``rowwise``, but it is given whole inputs, and each rank takes some.
     #: - ``vocabulary``: an embedding or a projection to logits: each rank has some tokens.
     #: - ``loss``: an ``nn.CrossEntropyLoss``, or a ``ptdbench.kernels.linear_cross_entropy.LinearCrossEntropy``, over
     #:   a split vocabulary.

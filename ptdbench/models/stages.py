@@ -1,7 +1,7 @@
-"""Splits a module without ``parts()`` into pieces, of which a pipeline stage runs several in a row.
+"""Splits a module without ``parts()`` into pieces; a pipeline stage runs several in a row.
 
 A stage runs the module's own ``forward``, with a slot in place of each unit. Code between units is not changed, so
-masks, positions and modes are those of the module. What comes before a stage is not computed: its units and functions
+masks, positions and modes are the module's own. What comes before a stage is not computed: its units and functions
 return tensors of the right shape, and those that the stage needs are received. What comes after it is not reached.
 
 ``torch.distributed.pipelining.pipeline`` also cuts such modules, but into graphs of operations for one number of
@@ -134,7 +134,7 @@ class Stages:
             with FakeTensorMode(allow_non_fake_inputs=True) if fakes and device.type == "cpu" else nullcontext():
                 batch = with_samples(example, samples, device)
                 recorder = Recorder(names)
-                for weight in names:  # those of units too: code between units may use them
+                for weight in names:  # of units too: code between units may use them
                     recorder.follow(weight)
                 shell = self.shell(module)
                 weights = {name: module.get_parameter(name) for name in self._loose}

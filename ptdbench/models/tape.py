@@ -1,7 +1,7 @@
 """What a module's forward computes between its units, in order: an event for each operation, and what it uses.
 
 Units are modules with weights that run as a whole. Values are followed through torch's functions, so nothing of the
-module's code is rewritten: control flow, sizes and modes are those of the pass.
+module's code is rewritten: control flow, sizes and modes are the pass's own.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Pass(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let a unit run as without this mode."""
+        """Let a unit run without this mode."""
         self.__exit__(None, None, None)
         try:
             yield

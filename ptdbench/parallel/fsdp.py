@@ -93,7 +93,7 @@ def _cut(
     frees: bool | int,
 ) -> FSDPModule:
     """Shard a part; ``of_norms``: the policy of its batch norms, if they are separate groups."""
-    # Otherwise their weights would be gathered in a dtype other than that of their statistics.
+    # Otherwise their weights would be gathered in another dtype than their statistics have.
     for norm in part.modules() if of_norms else ():
         if isinstance(norm, _BatchNorm) and not isinstance(norm, FSDPModule) and norm is not part:
             group(norm, mp_policy=of_norms, reshard_after_forward=frees)

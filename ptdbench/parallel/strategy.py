@@ -52,7 +52,7 @@ class Strategy(Options):
         return max(available // fixed, 1) * fixed if auto_degrees(self.degrees()) else fixed
 
     def dims(self, world_size: int, model: Model | None = None, nodes: int = 1) -> Dims:
-        """Derive the degrees for ranks on ``nodes``; an ``auto`` expert degree and those of ``node`` need ``model``.
+        """Derive the degrees for ranks on ``nodes``; an ``auto`` expert degree and ``node`` degrees need ``model``.
 
         Raises:
             ConfigError: The degrees do not multiply to the world size.

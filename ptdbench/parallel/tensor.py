@@ -158,7 +158,7 @@ class _Replicated(ParallelStyle):
 
 
 class _LocalColwise(ParallelStyle):
-    """The style of a layer of which each rank computes some outputs, and its summand of the input gradient."""
+    """The style of a layer whose outputs are split over ranks, each with its summand of the input gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         spread(module, device_mesh, Shard(0), Shard(0))

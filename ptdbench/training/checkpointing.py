@@ -146,7 +146,9 @@ class Checkpointing:
         self.resumed = f"after step {step}, from {checkpoint.path}"
         if reshaped:
             if self._state.differed:
-                reshaped += f"; replica 0's buffers for all, as {self._state.differed}, for one, differed between ranks"
+                reshaped += (
+                    f"; replica 0's buffers for all, as some differed between ranks, such as {self._state.differed}"
+                )
             self.resumed += f", with {reshaped}"
             if self._job.world.is_first:
                 echo(f"{checkpoint.path}: continues with {reshaped}", sys.stderr)
