@@ -5,7 +5,7 @@ replicas or FSDP shards, and can be loaded under another layout and on another n
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,11 +16,9 @@ from ptdbench.checkpoints import safe_load
 from ptdbench.grouping import grouped
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import device_of, local_part, unwrapped, without_repeats
+from ptdbench.models.protocol import Tied
 from ptdbench.parallel.replicas import checksums, differing
 from ptdbench.problems import ConfigError, Problem
-
-#: Pairs of full parameter names that share one weight, see :meth:`ptdbench.models.protocol.Model.tied`.
-Tied = Sequence[tuple[str, str]]
 
 #: Number of differences shown in an error.
 _SHOWN = 3

@@ -106,7 +106,7 @@ class Router(nn.Module):
 
     def _choose(self, scores: Tensor, batch: int, length: int) -> Tensor:
         """Return the experts of each token, ``[tokens, active]``."""
-        if self.forced:
+        if self.on_host or self.routing.balance == "forced":
             device = torch.device("cpu") if self.on_host else scores.device
             places = self.positions(torch.arange(length, device=device))
             turns = places[:, None] * self.active + torch.arange(self.active, device=device)
@@ -123,11 +123,6 @@ class Router(nn.Module):
         most = math.ceil(self.capacity * len(flat) / self.experts)
         within = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
         return order[within < most], counts, counts.clamp(max=most)
-
-    @property
-    def forced(self) -> bool:
-        """Whether experts are chosen round-robin."""
-        return self.on_host or self.routing.balance == "forced"
 
     @property
     def balances(self) -> bool:

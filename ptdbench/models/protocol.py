@@ -58,6 +58,10 @@ class Role:
     is_causal: bool = False
 
 
+#: Pairs of full parameter names that are one weight, see :meth:`Model.tied`.
+Tied = Sequence[tuple[str, str]]
+
+
 class FlopsUnknown(Exception):
     """The FLOPs of a model are unknown; the message, for reports, is the reason."""
 

@@ -171,7 +171,7 @@ class Stages:
 
     def _may_cut(self, mode: bool, number: int) -> bool:
         tape = self._tapes[mode]
-        likes = [tape.like(value) for value in tape.crossing(number)]
+        likes = [tape.events[event].returns[place] for event, place in tape.crossing(number)]
         return bool(likes) and all(isinstance(like, Like) and like.dtype.is_floating_point for like in likes)
 
     def _place_others(self, module: nn.Module) -> None:

@@ -159,10 +159,6 @@ class Tape:
         reads = (event.uses for event in self.events[:cut] if is_read(event.operation))
         return sorted(value for value in used.union(*reads) if value[0] < cut)
 
-    def like(self, value: Value) -> Any:
-        """Return the shape and dtype of a value."""
-        return self.events[value[0]].returns[value[1]]
-
 
 def is_read(operation: Any) -> bool:
     """Whether an operation reads values of a tensor into Python."""

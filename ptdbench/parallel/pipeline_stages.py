@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ptdbench.local_part import local_part
-from ptdbench.models.protocol import FlopsUnknown, Model, members, module_of, runner
+from ptdbench.models.protocol import FlopsUnknown, Model, Tied, members, module_of, runner
 from ptdbench.models.stages import Loose
 from ptdbench.nested import map_tensors
 from ptdbench.parallel.batch import BatchPlan
@@ -226,10 +226,6 @@ def balance(costs: Sequence[float], stages: int, empty: Collection[int] = ()) ->
         runs.append(range(start, end))
         start = end
     return runs
-
-
-#: Pairs of full names of tied weights, see :meth:`ptdbench.models.protocol.Model.tied`.
-Tied = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
