@@ -134,8 +134,7 @@ def adapt(module: nn.Module, example: Callable[[], Example], plan: Mapping[str, 
 class Adapted(nn.Module):
     """A wrapper with defaults for the protocol methods that a module does not define; names begin with ``module.``."""
 
-    #: Why the module has no :meth:`parts`, and what its author can do; set once they are requested.
-    unsplit: tuple[str, str] | None = None
+    unsplit: str | None = None  #: Why the module has no :meth:`parts`; set once they are requested.
     undivided: str | None = None  #: Why the module has no roles; set once they are requested.
 
     def __init__(
@@ -207,7 +206,7 @@ class Adapted(nn.Module):
         try:
             return Stages(self.module, self.layers(), self._run, self._example())
         except NoStages as reason:
-            self.unsplit = str(reason), reason.remedy
+            self.unsplit = str(reason)
             return None
 
     def _call(self, module: nn.Module, inputs: Any, **options: Any) -> Any:

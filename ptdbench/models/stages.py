@@ -40,12 +40,12 @@ _SAMPLES = (2, 3)
 class NoStages(Exception):
     """The reason why a module cannot be split into stages, a clause.
 
-    ``remedy``: what its author can do; ``outside``: the name of a weight that is used outside its unit.
+    ``outside``: the name of a weight that is used outside its unit.
     """
 
-    def __init__(self, reason: str, remedy: str = "define parts()", outside: str = "") -> None:
+    def __init__(self, reason: str, outside: str = "") -> None:
         super().__init__(reason)
-        self.remedy, self.outside = remedy, outside
+        self.outside = outside
 
 
 class Stages:

@@ -192,10 +192,10 @@ def of_sample(options: Options, inputs: Any, targets: Tensor, dims: Dims) -> lis
 def _of_stages(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     parts, per_rank = model.parts(), options.stages_on_rank
     if parts is None:
-        reason, remedy = getattr(model, "unsplit", None) or ("it has no parts()", "define parts()")
+        reason = getattr(model, "unsplit", None) or "it has no parts()"
         others = ["parallel=ddp"] if any(row[0] for row in _of_shards(model)) else ["parallel=ddp", "parallel=fsdp"]
         rule = f"the model cannot be split into stages: {reason}"
-        yield True, "pipeline", rule, f"{remedy}, or {try_these(others)}"
+        yield True, "pipeline", rule, f"define parts(), or {try_these(others)}"
         return
     stages, layers = dims.pipeline * per_rank, min(len(parts), len(model.layers() or parts))
     if stages > layers:
