@@ -156,14 +156,9 @@ class _CastWeights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        wide, narrow, casts = list[Tensor | None](), list[Tensor](), list[Tensor]()
-        for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
-            if gradient is None:
-                wide.append(None)
-                continue
-            narrow.append(local_part(gradient))
-            casts.append(torch.empty_like(narrow[-1], dtype=dtype))
-            wide.append(distributed_like(gradient, casts[-1]))  # a summand stays one
-        if casts:
-            torch._foreach_copy_(casts, narrow)
-        return None, *wide
+        narrow = {number: local_part(gradient) for number, gradient in enumerate(gradients) if gradient is not None}
+        wide = {number: torch.empty_like(part, dtype=ctx.dtypes[number]) for number, part in narrow.items()}
+        if wide:
+            torch._foreach_copy_([*wide.values()], [*narrow.values()])
+        # A summand stays one.
+        return None, *(None if g is None else distributed_like(g, wide[number]) for number, g in enumerate(gradients))
