@@ -232,8 +232,7 @@ def prune(run_directory: Path, keep: int, broken: Container[Path] = ()) -> None:
     candidates = [(path, _manifest_if_complete(path)) for path in _published(run_directory) if path not in broken]
     for path, manifest in [(path, manifest) for path, manifest in candidates if manifest][keep:]:
         tensors = {file.name for file in path.glob("*.distcp")}
-        is_alone = tensors <= manifest.files.keys() and not first_foreign_entry(path, _is_ours)
-        if is_alone:
+        if tensors <= manifest.files.keys() and not first_foreign_entry(path, _is_ours):
             remove(_set_aside(path), _is_ours)
 
 

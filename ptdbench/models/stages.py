@@ -78,7 +78,7 @@ class Stages:
 
     def _follow(self, module: nn.Module, run: Run, example: tuple[Any, Tensor]) -> None:
         """Record the forward of the module, and divide it."""
-        reasons: list[Exception] = []
+        reason = ""
         for fakes in (True, False):  # code that reads values does not run without
             try:
                 with trial(module):
@@ -89,8 +89,8 @@ class Stages:
             except NoStages:
                 raise
             except Exception as error:  # third-party code may raise anything
-                reasons.append(error)
-        raise NoStages(f"its forward cannot be followed: {first_line(reasons[-1])}")
+                reason = first_line(error)
+        raise NoStages(f"its forward cannot be followed: {reason}")
 
     def parts(self, module: nn.Module, prefix: str) -> dict[str, nn.Module]:
         """Return the pieces of the module in order, named after their first members; ``prefix``: of these in pieces."""

@@ -1,7 +1,7 @@
 """DistributedDataParallel: replicates a module on every rank and averages gradients during the backward pass."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ def replicate(module: nn.Module, setting: Setting, options: Options) -> LaidOutM
         partial(_explaining, options.static_graph),
         average=partial(_average, replica),
         # A static graph knows which gradients are missing; averaging after the backward pass uses zeros for them.
-        settle=partial(_require_all, [] if is_complete else [module], options.static_graph),
+        settle=(lambda: None) if is_complete else partial(_require_all, module, options.static_graph),
         settles_after=2 if static_graph else 1,
         division=Zero1(module, group) if options.optimizer == "zero1" else None,
     )
@@ -87,10 +87,9 @@ def _explaining(static_graph: bool | str) -> Iterator[None]:
         raise ConfigError([Problem("parallel.static_graph", static_graph, rule, remedy)]) from error
 
 
-def _require_all(modules: Sequence[nn.Module], static_graph: bool | str) -> None:
+def _require_all(module: nn.Module, static_graph: bool | str) -> None:
     """Refuse weights without a gradient: DDP would wait for them, and then suggest an option that is not ours."""
-    weights = [pair for module in modules for pair in module.named_parameters()]
-    names = [name for name, weight in weights if weight.requires_grad and weight.grad is None]
+    names = [name for name, weight in module.named_parameters() if weight.requires_grad and weight.grad is None]
     if names:
         rule = f"without a static graph DDP needs a gradient of every weight, and there is none of {', '.join(names)}"
         remedy = "freeze unused weights, requires_grad_(False), or try find_unused, which looks for them in each pass"
