@@ -105,6 +105,7 @@ def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: to
     """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; layers stay the same objects."""
     for module in model.modules() if dist.get_world_size(group) > 1 else ():
         if isinstance(module, _BatchNorm):
-            is_torchs = device.type == "cuda" and not has_forward(type(module))
-            module.__class__ = nn.SyncBatchNorm if is_torchs else _synchronized(type(module))  # type: ignore[assignment]
+            kind: Any = type(module)
+            is_torchs = device.type == "cuda" and not has_forward(kind)
+            module.__class__ = nn.SyncBatchNorm if is_torchs else _synchronized(kind)
             module.process_group = group  # type: ignore[assignment]
