@@ -192,7 +192,7 @@ def latest_manifest(run_directory: Path) -> Manifest | None:
 
 def partial(run_directory: Path, step: int) -> Path:
     """Return the directory in which the checkpoint after ``step`` steps is written."""
-    return run_directory / FOLDER / f"{_name(step)}{_PARTIAL}"
+    return run_directory / FOLDER / f"step-{step:08d}{_PARTIAL}"
 
 
 def begin(partial: Path) -> None:
@@ -232,8 +232,7 @@ def prune(run_directory: Path, keep: int, broken: Container[Path] = ()) -> None:
     candidates = [(path, _manifest_if_complete(path)) for path in _published(run_directory) if path not in broken]
     for path, manifest in [(path, manifest) for path, manifest in candidates if manifest][keep:]:
         tensors = {file.name for file in path.glob("*.distcp")}
-        is_alone = tensors <= manifest.files.keys() and not first_foreign_entry(path, _is_ours)
-        if is_alone:
+        if tensors <= manifest.files.keys() and not first_foreign_entry(path, _is_ours):
             remove(_set_aside(path), _is_ours)
 
 
@@ -251,10 +250,6 @@ def remove_partial(run_directory: Path) -> None:
             publish(path)
         else:
             remove(path, _is_ours)
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def _is_ours(name: str) -> bool:

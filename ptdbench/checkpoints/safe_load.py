@@ -69,7 +69,7 @@ def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
             process_group=group,
         )
     except CheckpointException as failure:
-        reason = why(failure)
+        reason = reasons(failure)
         needed = re.search(r"GLOBAL (\S+)", reason)
         if needed and "UnpicklingError" in reason:  # torch's own message advises loading without checks
             raise _refusal(path, f"would run code: a tensor's file refers to {needed[1]}") from None
@@ -86,7 +86,7 @@ def names(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     }
 
 
-def why(failure: CheckpointException) -> str:
+def reasons(failure: CheckpointException) -> str:
     """Return every rank's error in one line; re-raise what is not an error, such as a signal."""
     errors = {rank: wrapped[0] for rank, wrapped in sorted(failure.failures.items())}
     for error in errors.values():

@@ -55,14 +55,12 @@ class Shares:
 class Staging:
     """Copies tensors into memory that is reused between calls, because allocating takes longer than copying.
 
-    For a GPU the memory is pinned by torch's stager, so that copies are asynchronous and at full speed. On a CPU that
-    would take half as long again as plain copies.
+    For a GPU the memory is pinned, so that copies are asynchronous and at full speed.
     """
 
     def __init__(self) -> None:
         self._stager: StateDictStager | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._copies: dict[str, Tensor] = {}
 
     def __call__(self, tensors: Mapping[str, Tensor], steady: Container[str] = ()) -> Callable[[], dict[str, Tensor]]:
         """Start copying; steps queued on the device from now on do not change the copies.
@@ -77,10 +75,11 @@ class Staging:
         """
         # Only local parts: torch's stager would copy the mesh of each DTensor too.
         parts = {name: local_part(tensor) for name, tensor in tensors.items()}
-        if not _on_gpu(tensors):
-            copies = _as_sharded(self._copied(parts), tensors)
+        is_on_gpu = _on_gpu(tensors)
+        self._stager = self._stager or StateDictStager(pin_memory=is_on_gpu)
+        if not is_on_gpu:
+            copies = _as_sharded(self._stager.stage(parts), tensors)
             return lambda: copies
-        self._stager = self._stager or StateDictStager(pin_memory=True)
         # The host waits for neither: the next step is queued after the first copies, and overlaps the others.
         staged = self._stager.stage({name: part for name, part in parts.items() if name not in steady}, True)
         self._stream = self._stream or torch.cuda.Stream()
@@ -103,25 +102,15 @@ class Staging:
 
     def close(self) -> None:
         """Release the memory."""
-        self._stager, self._copies = None, {}
-
-    @torch.no_grad()
-    def _copied(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors of a CPU."""
-        copies = dict(self._copies)
-        for name, part in parts.items():
-            held = copies.get(name)
-            if held is None or (held.size(), held.dtype) != (part.size(), part.dtype):
-                copies[name] = torch.empty_like(part)
-            copies[name].copy_(part)
-        self._copies = {name: copies[name] for name in parts}
-        return self._copies
+        self._stager = None
 
 
 def _as_sharded(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of local parts as DTensors where the tensors are."""
-    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    return {**copies, **{name: DTensor(copies[name], of._spec, requires_grad=False) for name, of in sharded.items()}}
+    return {
+        name: DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor := tensors[name], DTensor) else copy
+        for name, copy in copies.items()
+    }
 
 
 def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
@@ -159,7 +148,6 @@ class Saver:
         self.group = cast(dist.ProcessGroup, dist.new_group(timeout=patience, backend="gloo"))  # all ranks
         self.saved: list[int] = []  #: Steps whose checkpoint is on disk, in the order of saving.
         self.problems: list[str] = []  #: One line for each failed save.
-        self.stall_seconds: list[float] = []  #: How long each :meth:`save` blocked its caller.
         self.broken: set[Path] = set()  #: Directories of broken checkpoints, which do not count until written again.
         self._run_directory = run_directory
         self._keep = keep
@@ -183,7 +171,6 @@ class Saver:
         tensors that do not change before :meth:`settle`, trained weights among them. The save fails if one of these
         weights is not finite.
         """
-        started = time.perf_counter()
         self.wait()
 
         def prepare() -> Callable[[], dict[str, Tensor]]:
@@ -193,7 +180,6 @@ class Saver:
 
         prepared = _attempt(prepare)
         self._begin(lambda: self._save(step, prepared, model, facts))
-        self.stall_seconds.append(time.perf_counter() - started)
 
     def settle(self) -> None:
         """Let the device wait for the copies of steady tensors, before these change."""
@@ -321,7 +307,7 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.Proc
     try:
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as failure:
-        raise _SaveFailed(safe_load.why(failure)) from None
+        raise _SaveFailed(safe_load.reasons(failure)) from None
 
 
 def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:

@@ -5,7 +5,7 @@ replicas or FSDP shards, and can be loaded under another layout and on another n
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,11 +16,9 @@ from ptdbench.checkpoints import safe_load
 from ptdbench.grouping import grouped
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import device_of, local_part, unwrapped, without_repeats
+from ptdbench.models.protocol import Tied
 from ptdbench.parallel.replicas import checksums, differing
 from ptdbench.problems import ConfigError, Problem
-
-#: Pairs of full parameter names that share one weight, see :meth:`ptdbench.models.protocol.Model.tied`.
-Tied = Sequence[tuple[str, str]]
 
 #: Number of differences shown in an error.
 _SHOWN = 3
@@ -123,8 +121,8 @@ class TrainingState:
                 value = values.get(f"{prefix}.{leaf}".lstrip("."))
                 if value is not None and buffer is None:
                     part._buffers[leaf] = value.to(device_of(self._module))
-                elif value is not None and (here := without_repeats(local_part(buffer))).shape == value.shape:
-                    here.copy_(value)  # otherwise it belongs to samples, as a mask does
+                elif value is not None and (target := without_repeats(local_part(buffer))).shape == value.shape:
+                    target.copy_(value)  # otherwise it belongs to samples, as a mask does
 
     def _trained(self, with_buffers: bool) -> dict[str, Tensor]:
         """Return weights, buffers and optimizer state by name, as detached tensors that share memory with the run."""
@@ -195,12 +193,12 @@ def _require_same(
 ) -> None:
     """Raise a ConfigError in all ranks if the tensors of any of them differ from those stored."""
     shapes = gather({name: (tensor.size(), tensor.dtype) for name, tensor in tensors.items()}, group)
-    wanted = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
+    expected = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
     of_ranks = {name for name in stored if name.startswith(("rng.", "own."))}
     differences = {
-        name: f"{name} is {_described(stored, name)} there and {_described(wanted, name)} here"
-        for name in sorted((wanted.keys() | stored.keys()) - of_ranks)
-        if wanted.get(name) != stored.get(name)
+        name: f"{name} is {_described(stored, name)} there and {_described(expected, name)} here"
+        for name in sorted((expected.keys() | stored.keys()) - of_ranks)
+        if expected.get(name) != stored.get(name)
     }
     if not differences:
         return

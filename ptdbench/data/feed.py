@@ -144,13 +144,13 @@ def _by_workers(batches: _Batches, first: int, count: int, pinned: bool) -> Gene
         # A separate generator, so that the rank's random state is the same as in a run without workers.
         generator=torch.Generator(),
     )
-    made: Any = iter(loader)
+    iterator: Any = iter(loader)
     # Workers ignore signals, so a rank that exits without close() would wait for them forever.
-    util.Finalize(None, made._shutdown_workers, exitpriority=100)
+    util.Finalize(None, iterator._shutdown_workers, exitpriority=100)
     try:
-        yield from made
+        yield from iterator
     finally:  # explicitly, as the traceback of a failed step may keep the iterator alive as long as the rank
-        made._shutdown_workers()
+        iterator._shutdown_workers()
 
 
 def _by_thread(batches: _Batches, first: int, device: torch.device) -> Generator[Batch, None, None]:
@@ -161,11 +161,11 @@ def _by_thread(batches: _Batches, first: int, device: torch.device) -> Generator
 
     # A thread starts on device 0, where pinning would create a context.
     thread = ThreadPoolExecutor(1, "batches", initializer=torch.cuda.set_device, initargs=(device,))
-    made: deque[Future[Batch]] = deque()
+    pending: deque[Future[Batch]] = deque()
     try:
         for step in itertools.count(first):
-            made.append(thread.submit(pinned, step))
-            if len(made) > AHEAD:
-                yield made.popleft().result()
+            pending.append(thread.submit(pinned, step))
+            if len(pending) > AHEAD:
+                yield pending.popleft().result()
     finally:
         thread.shutdown(cancel_futures=True)

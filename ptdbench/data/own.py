@@ -33,16 +33,16 @@ def adapt(source: Any, target: str, seed: int) -> Data:
     if not ("samples" in names or {"__getitem__", "__len__"} <= names):
         rule = "has neither samples(start, stop) nor __len__ and __getitem__"
         require(Problem("data._target_", target, rule, "write it as ptdbench.data.protocol.Data, or as a Dataset"))
-    own = Own(source, seed)
+    wrapped = Wrapped(source, seed)
     try:
-        own.example()
+        wrapped.example()
     except Exception as error:  # third-party code may raise anything
         require(Problem("data._target_", target, first_line(error), _RETURNS))
-    return own
+    return wrapped
 
 
-class Own(Data):
-    """Samples of an object that says nothing else of itself."""
+class Wrapped(Data):
+    """Data from an object that only yields samples."""
 
     def __init__(self, source: Any, seed: int) -> None:
         self._source = source
@@ -93,5 +93,5 @@ def _batch(returned: Any, count: int) -> Batch:
             raise TypeError(f"its samples have a tensor on {tensor.device}, not the CPU")
         if tensor.dim() == 0 or len(tensor) != count:
             shape = tuple(tensor.shape)
-            raise TypeError(f"its first dimension is not that of samples: {count} have a tensor of shape {shape}")
+            raise TypeError(f"its first dimension does not count samples: {count} give a tensor of shape {shape}")
     return inputs, torch.empty(count, 0) if targets is None else targets

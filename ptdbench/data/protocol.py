@@ -16,7 +16,7 @@ from ptdbench.problems import ConfigError, Problem
 #: Number of samples that ranks compare before a run.
 _COMPARED = 8
 
-#: Inputs and targets: tensors whose first dimension is that of samples. Inputs may also be a tuple of tensors, the
+#: Inputs and targets: tensors whose first dimension counts samples. Inputs may also be a tuple of tensors, the
 #: model's positional arguments, or a dict of tensors, its keyword arguments. Targets of shape ``(samples, 0)`` are
 #: none: the model computes its loss from its inputs.
 Batch = tuple[Any, torch.Tensor]
@@ -109,10 +109,10 @@ def require_same_on_all_ranks(data: Data) -> None:
     held_out = data.held_out
     mine = [_fingerprint(tensor) for tensor in tensors(read(data, 0, _COMPARED, data.example()))]
     first, *others = gather((len(held_out) if held_out else 0, mine))
-    for rank, theirs in enumerate(others, start=1):
-        if theirs[0] != first[0]:
-            rule = f"rank 0 holds out {first[0]} samples, but rank {rank} {theirs[0]}"
-        elif not all(map(_matches, first[1], theirs[1])):
+    for rank, other in enumerate(others, start=1):
+        if other[0] != first[0]:
+            rule = f"rank 0 holds out {first[0]} samples, but rank {rank} {other[0]}"
+        elif not all(map(_matches, first[1], other[1])):
             rule = f"samples 0 to {_COMPARED - 1} differ between ranks 0 and {rank}"
         else:
             continue

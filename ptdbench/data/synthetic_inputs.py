@@ -47,7 +47,7 @@ class SyntheticInputs(Data):
         self._shapes = dict(_shapes(takes, config, self._text, sequence_length))
         self._kind = _kind(model.rpartition(".")[2], takes)
         if self._kind is None or not self._shapes:
-            rule = f"is none whose inputs are derived: its forward takes {', '.join(takes) or 'nothing'}"
+            rule = f"is not a class whose inputs can be derived: its forward takes {', '.join(takes) or 'nothing'}"
             require(Problem("model", model, rule, "try data=custom with a class of yours"))
         self._classes = getattr(config, "num_labels", 2)
         words = self._shapes.get("decoder_input_ids", self._shapes.get("input_ids"))

@@ -146,8 +146,8 @@ class Text(Sequences):
     def _too_short(self, count: int, held_out: bool = False) -> Problem:
         """Return the problem of a part with only ``count`` tokens."""
         if count == 0 and not self._share:
-            what = "has no text" if self.path else "the standard library's sources are not installed"
-            return Problem("path", self.path, what, "try a text file or a folder of text files")
+            rule = "has no text" if self.path else "the standard library's sources are not installed"
+            return Problem("path", self.path, rule, "try a text file or a folder of text files")
         whose = "the held-out text" if held_out else "the text for training" if self._share else "the text"
         rule = f"{whose} has {count} tokens, but a sample needs one more than its length, for the last target"
         shorter = [f"a sequence_length of {count - 1}"] if count > 1 else []
@@ -178,8 +178,8 @@ def _enough_entries(vocabulary: int, path: str | None, tokenizer: Tokenizer | No
 def _must_exist(path: Path) -> Problem | None:
     if os.path.exists(path):
         return None
-    beside = os.listdir(path.parent) if os.path.isdir(path.parent) else []
-    remedy = try_these(path.parent / name for name in nearest(path.name, beside))
+    siblings = os.listdir(path.parent) if os.path.isdir(path.parent) else []
+    remedy = try_these(path.parent / name for name in nearest(path.name, siblings))
     return Problem("path", path, "there is no such file or folder", remedy)
 
 

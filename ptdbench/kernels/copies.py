@@ -149,21 +149,16 @@ class _CastWeights(torch.autograd.Function):
     def forward(ctx: Any, copies: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtypes = [weight.dtype for weight in weights]
-        given = tuple(copy.detach() for copy in copies)
-        is_frozen = [not wanted for wanted in ctx.needs_input_grad[1:]]
-        ctx.mark_non_differentiable(*compress(given, is_frozen))
-        return given
+        detached = tuple(copy.detach() for copy in copies)
+        is_frozen = [not is_trained for is_trained in ctx.needs_input_grad[1:]]
+        ctx.mark_non_differentiable(*compress(detached, is_frozen))
+        return detached
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        wide, narrow, casts = list[Tensor | None](), list[Tensor](), list[Tensor]()
-        for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
-            if gradient is None:
-                wide.append(None)
-                continue
-            narrow.append(local_part(gradient))
-            casts.append(torch.empty_like(narrow[-1], dtype=dtype))
-            wide.append(distributed_like(gradient, casts[-1]))  # a summand stays one
-        if casts:
-            torch._foreach_copy_(casts, narrow)
-        return None, *wide
+        narrow = {number: local_part(gradient) for number, gradient in enumerate(gradients) if gradient is not None}
+        wide = {number: torch.empty_like(part, dtype=ctx.dtypes[number]) for number, part in narrow.items()}
+        if wide:
+            torch._foreach_copy_([*wide.values()], [*narrow.values()])
+        # A summand stays one.
+        return None, *(None if g is None else distributed_like(g, wide[number]) for number, g in enumerate(gradients))

@@ -108,13 +108,13 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, copy: Tensor, master: Tensor, padding: int | None, scale: bool) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.of = master.dtype, len(master), -1 if padding is None else padding, scale
+        ctx.options = master.dtype, len(master), -1 if padding is None else padding, scale
         return F.embedding(tokens, copy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor, None, None]:
         (tokens,) = ctx.saved_tensors
-        dtype, rows, padding, scale = ctx.of
+        dtype, rows, padding, scale = ctx.options
         of_master = torch.ops.aten.embedding_dense_backward(grads[0].to(dtype), tokens, rows, padding, scale)
         return None, None, of_master, None, None
 

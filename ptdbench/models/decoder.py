@@ -106,8 +106,8 @@ class Decoder(nn.Module):
             "head.projection": Role("vocabulary", *vocabulary),
             "head.cross_entropy": Role("loss"),
         }
-        here = {name for name, _ in self.named_modules()}
-        return {name: role for name, role in named.items() if name in here}
+        modules = {name for name, _ in self.named_modules()}
+        return {name: role for name, role in named.items() if name in modules}
 
     def _block_roles(self) -> dict[str, Role]:
         """Return the roles of the modules that a block may have, by name in the block."""

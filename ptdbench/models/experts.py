@@ -106,10 +106,10 @@ class Router(nn.Module):
 
     def _choose(self, scores: Tensor, batch: int, length: int) -> Tensor:
         """Return the experts of each token, ``[tokens, active]``."""
-        if self.forced:
-            where = torch.device("cpu") if self.on_host else scores.device
-            places = self.positions(torch.arange(length, device=where))
-            turns = places[:, None] * self.active + torch.arange(self.active, device=where)
+        if self.on_host or self.routing.balance == "forced":
+            device = torch.device("cpu") if self.on_host else scores.device
+            places = self.positions(torch.arange(length, device=device))
+            turns = places[:, None] * self.active + torch.arange(self.active, device=device)
             return (turns % self.experts).repeat(batch, 1)
         return (scores + self.bias if self.routing.balance == "bias" else scores).topk(self.active, dim=-1).indices
 
@@ -123,11 +123,6 @@ class Router(nn.Module):
         most = math.ceil(self.capacity * len(flat) / self.experts)
         within = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
         return order[within < most], counts, counts.clamp(max=most)
-
-    @property
-    def forced(self) -> bool:
-        """Whether experts are chosen round-robin."""
-        return self.on_host or self.routing.balance == "forced"
 
     @property
     def balances(self) -> bool:
@@ -191,7 +186,7 @@ class Experts(nn.Module):
         """
         if self.product == "loop":
             matrices = zip(tokens.split(counts.tolist()), self.gate_up.unbind(), self.down.unbind(), strict=True)
-            return torch.cat([F.linear(_Gated.apply(F.linear(some, both)), down) for some, both, down in matrices])
+            return torch.cat([F.linear(_Gated.apply(F.linear(x, gate_up)), down) for x, gate_up, down in matrices])
         if not len(tokens):  # the kernel's gradient needs a token: give the last expert a row of zeros
             tokens, ends = F.pad(tokens, (0, 0, 0, 1)), (torch.arange(len(counts)) == len(counts) - 1).int()
             return self._grouped(tokens, ends.to(tokens.device))[:0]
@@ -199,24 +194,24 @@ class Experts(nn.Module):
 
     def _grouped(self, tokens: Tensor, ends: Tensor) -> Tensor:
         """Compute all experts by one kernel; ``ends``: the end of each expert's tokens."""
-        both, down = (matrix.transpose(-2, -1) for matrix in (self.gate_up, self.down))
-        return F.grouped_mm(_Gated.apply(F.grouped_mm(tokens, both, offs=ends)), down, offs=ends)
+        gate_up, down = (matrix.transpose(-2, -1) for matrix in (self.gate_up, self.down))
+        return F.grouped_mm(_Gated.apply(F.grouped_mm(tokens, gate_up, offs=ends)), down, offs=ends)
 
 
 class _Gated(torch.autograd.Function):
     """``silu(gate) * up`` of the two halves of ``[tokens, 2 * hidden]``; gradients are written side by side."""
 
     @staticmethod
-    def forward(ctx: Any, both: Tensor) -> Tensor:
-        gate, up = both.chunk(2, dim=-1)
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
         opened = F.silu(gate)
-        ctx.save_for_backward(both, opened)
+        ctx.save_for_backward(gate_up, opened)
         return opened * up
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        both, opened = ctx.saved_tensors
-        (gate, up), gradients = both.chunk(2, dim=-1), torch.empty_like(both)
+        gate_up, opened = ctx.saved_tensors
+        (gate, up), gradients = gate_up.chunk(2, dim=-1), torch.empty_like(gate_up)
         of_gate, of_up = gradients.chunk(2, dim=-1)
         torch.mul(gradient, opened, out=of_up)
         torch.ops.aten.silu_backward(gradient * up, gate, grad_input=of_gate)

@@ -49,36 +49,24 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import hydra
 import torch
 from torch import Generator, Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models import plans
 from ptdbench.models.blocks import repeated
+from ptdbench.models.flops import Flops, count_train_flops
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss, module_of
 from ptdbench.models.stages import NoStages, Runner, Stages
-from ptdbench.models.state import preserved, without_values
 from ptdbench.models.trial import failure, widen_scalars
-from ptdbench.nested import first_tensor, with_samples
 from ptdbench.problems import Problem, first_line, require
 
 Example = tuple[Any, Tensor]
-
-#: Products of batches of matrices, such as those of attention.
-_BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 PREFIX = "module."
 
@@ -146,8 +134,7 @@ def adapt(module: nn.Module, example: Callable[[], Example], plan: Mapping[str, 
 class Adapted(nn.Module):
     """A wrapper with defaults for the protocol methods that a module does not define; names begin with ``module.``."""
 
-    #: Why the module has no :meth:`parts`, and what its author can do; set once they are requested.
-    unsplit: tuple[str, str] | None = None
+    unsplit: str | None = None  #: Why the module has no :meth:`parts`; set once they are requested.
     undivided: str | None = None  #: Why the module has no roles; set once they are requested.
 
     def __init__(
@@ -180,9 +167,9 @@ class Adapted(nn.Module):
             returned = _alone(self._call(module, inputs, targets=targets), lambda output: output.dim() == 0)
             loss = returned if isinstance(returned, Tensor) else _part(returned, "loss")
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(returned).__name__
+                kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(returned).__name__
                 rule = "must return the mean loss, a scalar, or an object with .loss"
-                raise TypeError(f"{type(self.module).__name__}.forward(inputs, targets) {rule}, but returns {what}")
+                raise TypeError(f"{type(self.module).__name__}.forward(inputs, targets) {rule}, but returns {kind}")
             return _scalar(loss)
         return self._finish(self._call(module, inputs), targets)
 
@@ -219,7 +206,7 @@ class Adapted(nn.Module):
         try:
             return Stages(self.module, self.layers(), self._run, self._example())
         except NoStages as reason:
-            self.unsplit = str(reason), reason.remedy
+            self.unsplit = str(reason)
             return None
 
     def _call(self, module: nn.Module, inputs: Any, **options: Any) -> Any:
@@ -256,7 +243,7 @@ class Adapted(nn.Module):
         return _prefixed(roles() if (roles := self._method("roles")) else self._planned)
 
     def shortened(self) -> Adapted | None:
-        """Return a copy to prove its plan; ``None``: it has own roles.
+        """Return a copy to prove its plan; ``None``: it names its roles itself.
 
         It has the first of equal blocks in each list, or all if the module counts them.
         """
@@ -336,129 +323,6 @@ class Adapted(nn.Module):
         """Return the module's method of that name; a submodule does not count."""
         attribute = getattr(self.module, name, None)
         return attribute if inspect.ismethod(attribute) else None
-
-
-@dataclass(frozen=True)
-class Flops:
-    """FLOPs of forward and backward pass for one sample."""
-
-    total: float  #: All FLOPs; of windowed attention, only those within the window.
-    masked: float | None  #: The part that causal attention masks; ``None`` if unknown.
-    of_modules: Mapping[str, float]  #: Of the forward pass, by module, each including its submodules.
-
-
-def count_train_flops(module: nn.Module, inputs: Any, targets: Tensor) -> Flops:
-    """Count the FLOPs of a forward and backward pass for one sample with PyTorch's counter, without computing.
-
-    Args:
-        module: Called as ``module(inputs, targets)``; its own tensors are not changed.
-        inputs: One sample, batch dimension included, on the meta device.
-        targets: Its targets, likewise.
-
-    Raises:
-        FlopsUnknown: The module does not run on the meta device.
-    """
-    try:
-        with preserved(module, whole=True):
-            return _counted(module, inputs, targets, torch.device("meta"))
-    except Exception as error:  # third-party code may raise anything
-        reason = first_line(error)
-    # Code that reads values often checks first if it is traced.
-    with suppress(Exception), preserved(module, whole=True), FakeTensorMode(allow_non_fake_inputs=True):
-        return _counted(module, inputs, targets, torch.device("cpu"))
-    raise FlopsUnknown(f"the model has no train_flops(), and counting on the meta device failed: {reason}")
-
-
-# A failure with fake tensors is reported in one line; suppress torch's log of the operation's traceback.
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: "run meta for" not in record.getMessage())
-
-
-class _BothPasses(nn.Module):
-    """A forward and backward pass in one call, so that recomputation in the second sees the same tensors."""
-
-    def __init__(self, module: nn.Module, between: Callable[[], None]) -> None:
-        super().__init__()
-        self.module = module
-        self._between = between
-
-    def forward(self, inputs: Any, targets: Tensor) -> None:
-        loss = self.module(inputs, targets)
-        self._between()
-        loss.backward()
-
-
-def _counted(module: nn.Module, inputs: Any, targets: Tensor, device: torch.device) -> Flops:
-    """Count with tensors without values, on ``device``."""
-    # The counter has no formula for some fused attention kernels and grouped products, and would count them as zero.
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
-    forward, of_modules = dict[str, int](), dict[str, float]()
-
-    def note() -> None:
-        forward.update(_batched(counter))
-        prefix = f"{_BothPasses.__name__}.module."
-        counts = {name: sum(of_one.values()) / 2 for name, of_one in counter.get_flop_counts().items()}
-        of_modules.update({name.removeprefix(prefix): count for name, count in counts.items()})
-
-    both = _BothPasses(module, note)
-    # Counted on two samples, as batch norm refuses to train on one.
-    two = with_samples((inputs, targets), 2, device)
-    with counter, sdpa_kernel(SDPBackend.MATH):
-        functional_call(both, without_values(both, device), two)
-    outside, masked = _masked(both, forward, first_tensor(inputs).shape[-1])
-    # Three passes, fewer if layers are frozen. Backward counts by module are not reliable: torch's module tracker loses
-    # its place in the backward pass of a module that is called with keyword arguments only.
-    passes = _batched(counter)["Global"] / (forward["Global"] or 1)
-    total = counter.get_total_flops() - passes * outside
-    return Flops(total / 2, None if masked is None else passes * masked / 2, of_modules)
-
-
-def _grouped_flops(first: Sequence[int], second: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a grouped product from its shapes, with the rows, or columns, of all groups."""
-    groups = first[0] if len(first) > len(second) else 1  # they split the columns of the second matrix
-    return 2 * math.prod(first) * second[-1] // groups
-
-
-def _batched(counter: FlopCounterMode) -> dict[str, int]:
-    """Return the FLOPs in batched products so far, by module, each including its submodules."""
-    counts: dict[str, dict[Any, int]] = {"Global": {}} | counter.get_flop_counts()
-    return {
-        name: sum(flops for operation, flops in by_operation.items() if operation in _BATCHED)
-        for name, by_operation in counts.items()
-    }
-
-
-def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple[float, float | None]:
-    """Return the forward FLOPs for pairs outside windows, and for pairs within that a causal mask excludes.
-
-    Of ``T²`` pairs a window of W positions holds ``T · W``, of which a causal mask excludes ``W² / 2``; a two-sided
-    window holds ``T · (2W - 1)``, as both sides include the position itself. ``forward`` has the FLOPs in batched
-    products by module, submodules included; ``length`` is T. The second count is ``None`` if some products are not in
-    modules that say whether they are causal.
-    """
-    stated = outside = masked = 0.0
-    for name, part in module.named_modules():
-        is_causal = getattr(part, "is_causal", None)
-        flops = forward.get(f"{type(module).__name__}.{name}", 0)
-        if not isinstance(is_causal, bool) or not flops:
-            continue
-        stated += flops
-        window = _window(part) or length
-        share = min(window if is_causal else 2 * window - 1, length) / length
-        outside += flops * (1 - share)
-        masked += flops * share**2 / 2 if is_causal else 0
-    return outside, masked if stated == forward["Global"] else None
-
-
-def _window(attention: nn.Module) -> int | None:
-    """Return the positions a Hugging Face module attends to on each side, including its own; ``None``: all."""
-    config = getattr(attention, "config", None)
-    window = getattr(attention if hasattr(attention, "sliding_window") else config, "sliding_window", None)
-    # Some classes set the window even in layers that attend to all positions.
-    kinds: dict[Any, str] = dict(enumerate(getattr(config, "layer_types", None) or ()))
-    is_sliding = getattr(attention, "is_sliding", True)
-    if any("sliding" in kind for kind in kinds.values()):
-        is_sliding = "sliding" in kinds.get(getattr(attention, "layer_idx", None), "sliding")
-    return window if is_sliding and isinstance(window, int) else None
 
 
 def _scalar(loss: Tensor) -> Tensor:

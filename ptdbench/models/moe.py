@@ -121,13 +121,10 @@ class MoE(Decoder):
         self.experts = experts
         self.active = active
 
-    def _unmet(self, module: nn.Module) -> int:
-        routed = sum(p.numel() for part in module.modules() if isinstance(part, Experts) for p in part.parameters())
-        return routed // self.experts * (self.experts - self.active)
-
     def _multiplied(self, block: nn.Module) -> float:
         """Count, of the experts, only those that a token chooses, even if it is dropped."""
-        return super()._multiplied(block) - self._unmet(block)
+        routed = sum(p.numel() for part in block.modules() if isinstance(part, Experts) for p in part.parameters())
+        return super()._multiplied(block) - routed // self.experts * (self.experts - self.active)
 
     def _pair_flops(self) -> float:
         return 2.0 * self.sequence_length**2 * self.pair_width
@@ -195,8 +192,8 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, width]`` to the same."""
         angles = self.rotary(torch.arange(x.shape[1], device=x.device))
-        both = [self.head_width, self.rotary_width]
-        still, turned = self.query(x).unflatten(-1, (-1, sum(both))).transpose(1, 2).split(both, dim=-1)
+        widths = [self.head_width, self.rotary_width]
+        still, turned = self.query(x).unflatten(-1, (-1, sum(widths))).transpose(1, 2).split(widths, dim=-1)
         q = torch.cat([still, rotate(turned, angles)], dim=-1)
         latent, shared = self.latent(x).split([self.latent_width, self.rotary_width], dim=-1)
         of_heads = self.key_value(self.latent_norm(latent)).unflatten(-1, (-1, 2 * self.head_width)).transpose(1, 2)

@@ -1,6 +1,6 @@
-"""Tensor-parallel plans for modules of others: which layers ranks split, by transformers' words or by structure.
+"""Tensor-parallel plans for modules of others: which layers ranks split, in transformers' vocabulary or by structure.
 
-A plan is a dict from names of modules, with ``*`` for any part of a name, to words of transformers. By structure,
+A plan is a dict from names of modules, with ``*`` for any part of a name, to words of that vocabulary. By structure,
 layers that are called with the same input are column-wise, and the layer that takes their outputs is row-wise. Ranks
 share whole heads: trial passes of the module around them with part of their weights find how many there are. A module
 that takes no part, as it reshapes by a number of heads or slices a fused output, gets the outputs of all ranks.
@@ -88,7 +88,7 @@ def roles(module: nn.Module, example: tuple[Any, Tensor], kinds: Mapping[str, Ki
     kinds = dict(kinds) or _by_structure(calls)
     by_name, units_of = {name: Role(kind) for name, kind in kinds.items()}, dict[Any, int]()
     for group in _groups(calls, kinds):
-        features = math.gcd(*(module.get_parameter(f"{name}.weight").shape[at] for name, at in group.items()))
+        features = math.gcd(*(module.get_parameter(f"{name}.weight").shape[dim] for name, dim in group.items()))
         around, parts = _around(group)
         key = str(module.get_submodule(around)), *parts
         if key not in units_of:
@@ -106,13 +106,13 @@ class _Calls:
     def __init__(self, module: nn.Module, example: tuple[Any, Tensor]) -> None:
         self._module = module
         #: Arguments, keywords and output of each call, by name, in the order in which they return.
-        self._of: dict[str, list[tuple[Any, dict[str, Any], Any]]] = {}
+        self._calls: dict[str, list[tuple[Any, dict[str, Any], Any]]] = {}
 
         def note(name: str, _module: nn.Module, args: Any, options: dict[str, Any], output: Any) -> None:
-            self._of.setdefault(name, []).append((args, options, output))
+            self._calls.setdefault(name, []).append((args, options, output))
 
         with ExitStack() as hooks:
-            hooks.callback(module.register_forward_pre_hook(lambda *_: self._of.clear()).remove)  # if it runs again
+            hooks.callback(module.register_forward_pre_hook(lambda *_: self._calls.clear()).remove)  # if it runs again
             for name, part in module.named_modules():
                 hooks.callback(part.register_forward_hook(partial(note, name), with_kwargs=True).remove)
             if error := failure(module, example):
@@ -120,7 +120,7 @@ class _Calls:
 
     def layers(self) -> Iterator[tuple[str, nn.Linear, Any]]:
         """Yield the linear layers that are called once, with their input, in order."""
-        for name, calls in self._of.items():
+        for name, calls in self._calls.items():
             part = self._module.get_submodule(name)
             if isinstance(part, nn.Linear) and len(calls) == 1 and calls[0][0]:
                 yield name, part, calls[0][0][0]
@@ -130,37 +130,37 @@ class _Calls:
 
         It is a divisor of ``features``: all of them in an MLP, and in attention the number of heads, of keys if fewer.
         """
-        if name not in self._of:  # a list
+        if name not in self._calls:  # a list
             return 1
-        part, (args, options, output) = self._module.get_submodule(name), self._of[name][0]
+        part, (args, options, output) = self._module.get_submodule(name), self._calls[name][0]
         is_meta = first_tensor((args, options)).is_meta
         whole = without_values(part, "meta") if is_meta else dict(chain(part.named_parameters(), part.named_buffers()))
         for count in reversed(divisors(features)[1:]):
             cut = dict(whole)
-            for layer, at in group.items():
+            for layer, dim in group.items():
                 for weight in (f"{layer}.weight", f"{layer}.bias"):
-                    if weight in cut and at < cut[weight].dim():
-                        cut[weight] = cut[weight].narrow(at, 0, cut[weight].shape[at] // count)
+                    if weight in cut and dim < cut[weight].dim():
+                        cut[weight] = cut[weight].narrow(dim, 0, cut[weight].shape[dim] // count)
             with suppress(Exception), trial(part):  # third-party code may raise anything
                 returned = functional_call(part, cut, args, options)
-                if [one.shape for one in tensors(returned)] == [one.shape for one in tensors(output)]:
+                if [tensor.shape for tensor in tensors(returned)] == [tensor.shape for tensor in tensors(output)]:
                     # Parts of a head pass where its features are taken for positions.
                     return count if features // count >= getattr(part, "head_dim", 1) else 1
         return 1
 
 
 def _by_structure(calls: _Calls) -> dict[str, Kind]:
-    """Find layers with the same input whose outputs the next layer takes: those of attention, or of an MLP."""
+    """Find layers with the same input whose outputs the next layer takes, as in attention or an MLP."""
     kinds: dict[str, Kind] = {}
     group: list[tuple[str, nn.Linear, Any]] = []
     for name, layer, source in calls.layers():
         # A fused output holds several inputs of the next layer: queries, keys and values, or a gate.
-        held = max(one.out_features for _, one, _ in group) / layer.in_features if group else 0
+        inputs = max(linear.out_features for _, linear, _ in group) / layer.in_features if group else 0
         if group and source is group[0][2]:
             group.append((name, layer, source))
-        elif held in (1, 2, 3) and layer.out_features == group[0][1].in_features:
-            first, second = _GATHERED if held == 1 else _GATHERED.values()
-            kinds |= dict.fromkeys((one for one, _, _ in group), first) | {name: second}
+        elif inputs in (1, 2, 3) and layer.out_features == group[0][1].in_features:
+            first, second = _GATHERED if inputs == 1 else _GATHERED.values()
+            kinds |= dict.fromkeys((member for member, _, _ in group), first) | {name: second}
             group = []
         else:
             group = [(name, layer, source)]
@@ -184,4 +184,4 @@ def _around(group: _Group) -> tuple[str, _Group]:
     """Return the name of the innermost module around layers, and the group by the names in it."""
     paths = [name.rpartition(".")[0].replace(".", "/") for name in group]
     around = commonpath(paths).replace("/", ".")
-    return around, {name.removeprefix(f"{around}."): at for name, at in group.items()}
+    return around, {name.removeprefix(f"{around}."): dim for name, dim in group.items()}

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
+
+from ptdbench.problems import Problem, require, try_these
 
 #: The roles of modules, see :class:`Role`.
 Kind = Literal[
@@ -25,7 +27,7 @@ class Role:
     #: - ``rowwise``: a row-wise linear layer: each rank takes some inputs; the ranks' outputs are summed, and the bias
     #:   is added once.
     #: - ``colwise_gather_output``: like ``colwise``, but ranks gather the outputs: what takes them computes whole.
-    #: - ``rowwise_split_input``: like ``rowwise``, but of whole inputs, of which each rank takes some.
+    #: - ``rowwise_split_input``: like ``rowwise``, but it is given whole inputs, and each rank takes some.
     #: - ``vocabulary``: an embedding or a projection to logits: each rank has some tokens.
     #: - ``loss``: an ``nn.CrossEntropyLoss``, or a ``ptdbench.kernels.linear_cross_entropy.LinearCrossEntropy``, over
     #:   a split vocabulary.
@@ -54,6 +56,10 @@ class Role:
     #: For ``attention``: whether it is causal softmax attention without dropout, scaled by the root of the head width,
     #: which ring attention can replace.
     is_causal: bool = False
+
+
+#: Pairs of full parameter names that are one weight, see :meth:`Model.tied`.
+Tied = Sequence[tuple[str, str]]
 
 
 class FlopsUnknown(Exception):
@@ -117,6 +123,25 @@ class Model(Protocol):
             generator: The only source of randomness, on the tensor's device.
         """
         ...
+
+
+def roles_of(model: Model) -> dict[str, Role]:
+    """Return the model's roles by full name; a user's own model may give only the kind of a role.
+
+    Raises:
+        ConfigError: A role is invalid, or names a module that the model does not have.
+    """
+    named: Mapping[str, Any] = model.roles()
+    roles = {name: role if isinstance(role, Role) else Role(role) for name, role in named.items()}
+    modules, kinds = {name for name, _ in module_of(model).named_modules()}, get_args(Kind)
+    problems = []
+    for name, role in roles.items():
+        if role.kind not in kinds:
+            problems.append(Problem(f"roles()[{name!r}]", role.kind, "is not a role", try_these(kinds)))
+        elif name not in modules:
+            problems.append(Problem(f"roles()[{name!r}]", role.kind, "the model has no module of this name"))
+    require(*problems)
+    return roles
 
 
 class Piece(nn.Module):

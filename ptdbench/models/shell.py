@@ -43,7 +43,7 @@ class Shell:
         self._copied: list[tuple[nn.Module, nn.Module, str]] = []  #: Copies, originals, and their names.
         self._moved: list[nn.Module] = []  #: Modules with buffers and without weights.
         #: Calls a unit, given its name, with these arguments.
-        self.compute: Callable[[str, nn.Module, Any, Any], Any] = lambda _, unit, given, named: unit(*given, **named)
+        self.compute: Callable[[str, nn.Module, Any, Any], Any] = lambda _, unit, args, options: unit(*args, **options)
         self._pass: Pass | None = None
         self._device = torch.device("cpu")
         self.module = self._rebuilt(module, "")

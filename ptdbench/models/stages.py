@@ -1,7 +1,7 @@
-"""Splits a module without ``parts()`` into pieces, of which a pipeline stage runs several in a row.
+"""Splits a module without ``parts()`` into pieces; a pipeline stage runs several in a row.
 
 A stage runs the module's own ``forward``, with a slot in place of each unit. Code between units is not changed, so
-masks, positions and modes are those of the module. What comes before a stage is not computed: its units and functions
+masks, positions and modes are the module's own. What comes before a stage is not computed: its units and functions
 return tensors of the right shape, and those that the stage needs are received. What comes after it is not reached.
 
 ``torch.distributed.pipelining.pipeline`` also cuts such modules, but into graphs of operations for one number of
@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from operator import attrgetter
 from typing import Any
 
@@ -40,12 +40,12 @@ _SAMPLES = (2, 3)
 class NoStages(Exception):
     """The reason why a module cannot be split into stages, a clause.
 
-    ``remedy``: what its author can do; ``outside``: the name of a weight that is used outside its unit.
+    ``outside``: the name of a weight that is used outside its unit.
     """
 
-    def __init__(self, reason: str, remedy: str = "define parts()", outside: str = "") -> None:
+    def __init__(self, reason: str, outside: str = "") -> None:
         super().__init__(reason)
-        self.remedy, self.outside = remedy, outside
+        self.outside = outside
 
 
 class Stages:
@@ -78,7 +78,7 @@ class Stages:
 
     def _follow(self, module: nn.Module, run: Run, example: tuple[Any, Tensor]) -> None:
         """Record the forward of the module, and divide it."""
-        reasons: list[Exception] = []
+        reason = ""
         for fakes in (True, False):  # code that reads values does not run without
             try:
                 with trial(module):
@@ -89,8 +89,8 @@ class Stages:
             except NoStages:
                 raise
             except Exception as error:  # third-party code may raise anything
-                reasons.append(error)
-        raise NoStages(f"its forward cannot be followed: {first_line(reasons[-1])}")
+                reason = first_line(error)
+        raise NoStages(f"its forward cannot be followed: {reason}")
 
     def parts(self, module: nn.Module, prefix: str) -> dict[str, nn.Module]:
         """Return the pieces of the module in order, named after their first members; ``prefix``: of these in pieces."""
@@ -111,10 +111,10 @@ class Stages:
 
     def weights(self, module: nn.Module, places: range, holder: nn.Module, prefix: str) -> dict[str, Tensor]:
         """Return weights outside units by name; of other pieces, tensors of their shapes."""
-        here = {name for place in places for name in self._pieces[place]}
+        present = {name for place in places for name in self._pieces[place]}
         return {
             name: attrgetter(prefix + name)(holder)
-            if name in here
+            if name in present
             else torch.zeros((), dtype=weight.dtype).expand(weight.shape)
             for name, weight in ((name, module.get_parameter(name)) for name in self._loose)
         }
@@ -134,7 +134,7 @@ class Stages:
             with FakeTensorMode(allow_non_fake_inputs=True) if fakes and device.type == "cpu" else nullcontext():
                 batch = with_samples(example, samples, device)
                 recorder = Recorder(names)
-                for weight in names:  # those of units too: code between units may use them
+                for weight in names:  # of units too: code between units may use them
                     recorder.follow(weight)
                 shell = self.shell(module)
                 weights = {name: module.get_parameter(name) for name in self._loose}
@@ -159,7 +159,7 @@ class Stages:
         ends_at = 0
         for place, group in enumerate(names):
             numbers = {mode: weighted[mode][place][0] for mode in weighted}
-            if self._pieces[-1] and place > ends_at and all(self._may_cut(mode, at) for mode, at in numbers.items()):
+            if self._pieces[-1] and place > ends_at and all(starmap(self._may_cut, numbers.items())):
                 self._pieces.append([])
                 for mode, number in numbers.items():
                     self._starts[mode].append(number)
@@ -171,7 +171,7 @@ class Stages:
 
     def _may_cut(self, mode: bool, number: int) -> bool:
         tape = self._tapes[mode]
-        likes = [tape.like(value) for value in tape.crossing(number)]
+        likes = [tape.events[event].returns[place] for event, place in tape.crossing(number)]
         return bool(likes) and all(isinstance(like, Like) and like.dtype.is_floating_point for like in likes)
 
     def _place_others(self, module: nn.Module) -> None:
@@ -182,8 +182,8 @@ class Stages:
             for name in names
             for weight in self._member(module, name).parameters()
         }
-        held = {module.get_submodule(name) for name in self._units}  # one may be registered twice
-        again = {name for name, part in module.named_modules(remove_duplicate=False) if part in held}
+        units = {module.get_submodule(name) for name in self._units}  # one may be registered twice
+        again = {name for name, part in module.named_modules(remove_duplicate=False) if part in units}
         named = {*self._units, *self._loose, *again}
         for name in sorted(named - {name for names in self._pieces for name in names}):
             places = [holders.get(weight) for weight in self._member(module, name).parameters()]
@@ -208,22 +208,22 @@ class Stages:
         def computed(places: range, arrived: Sequence[Tensor]) -> Any:
             shell, within = self.shell(module), self.pass_of(False, places, arrived, samples, device)
             shell.compute = partial(_stub, self._tapes[False], within, root)
-            here = {name for place in places for name in self._pieces[place]}
+            present = {name for place in places for name in self._pieces[place]}
             absent = self.weights(module, range(0), module, "")
             with torch.enable_grad():
-                held = absent | {name: weight for name, weight in weights.items() if name in here}
-                return shell.run(within, held, device, lambda: run(shell.module, *batch))
+                values = absent | {name: weight for name, weight in weights.items() if name in present}
+                return shell.run(within, values, device, lambda: run(shell.module, *batch))
 
-        every = range(len(self._pieces))
-        expected, arrived = computed(every, []), list[Tensor]()
-        for place in every:
+        all_places = range(len(self._pieces))
+        expected, arrived = computed(all_places, []), list[Tensor]()
+        for place in all_places:
             try:
                 result = computed(range(place, place + 1), arrived)
             except Stopped as stopped:
                 arrived = [*stopped.values]
         losses = [expected, result]
         slopes = [torch.autograd.grad(loss, root)[0] if loss.requires_grad else torch.zeros(()) for loss in losses]
-        if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in (losses, slopes)):
+        if not all(torch.equal(*map(torch.nan_to_num, pair)) for pair in (losses, slopes)):
             raise Diverged("its pieces, one after the other, compute something else")
 
 
@@ -284,7 +284,7 @@ class Loose(nn.Module):
 def _weighted(tape: Tape) -> list[tuple[int, list[str]]]:
     """Return the numbers of events that call a unit or use weights, and the names of these."""
     pairs = (
-        (number, [*([event.what] if isinstance(event.what, str) else []), *sorted(event.weights)])
+        (number, [*([event.operation] if isinstance(event.operation, str) else []), *sorted(event.weights)])
         for number, event in enumerate(tape.events)
     )
     return [(number, names) for number, names in pairs if names]
@@ -301,11 +301,11 @@ def _units(module: nn.Module, layers: Sequence[nn.Module], opened: Sequence[nn.M
         if any(f"{name}.".startswith(f"{unit}.") for unit in units):
             continue
         within = any(inner in of_layers for inner in part.modules() if inner is not part) or not name or part in opened
-        own = [f"{name}.{weight}".removeprefix(".") for weight, _ in part.named_parameters(recurse=False)]
-        if part in of_layers or (own and not within):
+        weights = [f"{name}.{weight}".removeprefix(".") for weight, _ in part.named_parameters(recurse=False)]
+        if part in of_layers or (weights and not within):
             units.append(name)
         else:
-            loose += own
+            loose += weights
     return units, loose
 
 
@@ -337,7 +337,7 @@ def _stub(tape: Tape, within: Pass, root: Tensor, _: str, __: nn.Module, argumen
         if isinstance(leaf, Tensor):
             values = leaf.float().nan_to_num().clamp(-3, 3).flatten()
             shift = shift + (values * _filled(values.shape, 0.0)).sum()
-    made = [
+    outputs = [
         leaves[like.place]
         if isinstance(like, Same)
         else _filled(like.empty(_SAMPLES[0], like.dtype, shift.device).shape, shift).to(like.dtype)
@@ -345,4 +345,4 @@ def _stub(tape: Tape, within: Pass, root: Tensor, _: str, __: nn.Module, argumen
         else like
         for like in event.returns
     ]
-    return tree_unflatten(made, event.structure)
+    return tree_unflatten(outputs, event.structure)

@@ -1,7 +1,7 @@
 """What a module's forward computes between its units, in order: an event for each operation, and what it uses.
 
 Units are modules with weights that run as a whole. Values are followed through torch's functions, so nothing of the
-module's code is rewritten: control flow, sizes and modes are those of the pass.
+module's code is rewritten: control flow, sizes and modes are the pass's own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Same(Like):
 class Event:
     """An operation on values that depend on weights: the call of a unit, or a function between units."""
 
-    what: Any  #: The name of the unit, or the function.
+    operation: Any  #: The name of the unit, or the function.
     uses: frozenset[Value]  #: The values among its arguments.
     weights: frozenset[str]  #: Names of weights outside units, or of other units, that it uses.
     returns: Sequence[Any]  #: The leaves of what it returns: Like, Same, or a constant.
@@ -68,7 +68,7 @@ class Pass(TorchFunctionMode):
         self.count = 0  #: Events so far.
         self._token = object()  # of this pass: the marks of others are void
 
-    def event(self, what: Any, run: Callable[[], Any], leaves: Sequence[Any]) -> Any:
+    def event(self, operation: Any, run: Callable[[], Any], leaves: Sequence[Any]) -> Any:
         """Handle an operation on these arguments; return what it returns."""
         raise NotImplementedError
 
@@ -85,7 +85,7 @@ class Pass(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let a unit run as without this mode."""
+        """Let a unit run without this mode."""
         self.__exit__(None, None, None)
         try:
             yield
@@ -112,27 +112,27 @@ class Recorder(Pass):
         self._names = names
         self._kept: list[Tensor] = []  # an id is unique only while its object lives
 
-    def event(self, what: Any, run: Callable[[], Any], leaves: Sequence[Any]) -> Any:
+    def event(self, operation: Any, run: Callable[[], Any], leaves: Sequence[Any]) -> Any:
         """Run the operation, and record it if it returns tensors, or reads one."""
         uses = self.values(leaves)
         weights = frozenset(self._names[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._names)
         returned = run()
-        made, structure = tree_flatten(returned)
-        if not any(isinstance(leaf, Tensor) for leaf in made) and not is_read(what):
+        outputs, structure = tree_flatten(returned)
+        if not any(isinstance(leaf, Tensor) for leaf in outputs) and not is_read(operation):
             return returned
         places = {id(leaf): place for place, leaf in reversed([*enumerate(leaves)]) if isinstance(leaf, Tensor)}
-        returns = list(made)
-        for place, leaf in enumerate(made):
+        returns = list(outputs)
+        for place, leaf in enumerate(outputs):
             if not isinstance(leaf, Tensor):
                 continue
             shape: tuple[Any, torch.dtype] = [(size, 0) for size in leaf.shape], leaf.dtype
             is_same = id(leaf) in places
             returns[place] = Same(*shape, places[id(leaf)]) if is_same else Like(*shape)
-            if not is_same or _writes(what):  # dropout in evaluation, for one, returns its argument
+            if not is_same or _writes(operation):  # dropout in evaluation, for one, returns its argument
                 self._values[id(leaf)] = (self.count, place)
                 self._kept.append(leaf)
                 self.follow(leaf)
-        self.events.append(Event(what, uses, weights, returns, structure))
+        self.events.append(Event(operation, uses, weights, returns, structure))
         self.count += 1
         return returned
 
@@ -156,41 +156,37 @@ class Tape:
         """Return the values from before event number ``cut`` that it and later ones use."""
         used = self.ends.union(*(event.uses for event in self.events[cut:]))
         # What Python has read may decide anything that follows.
-        reads = (event.uses for event in self.events[:cut] if is_read(event.what))
+        reads = (event.uses for event in self.events[:cut] if is_read(event.operation))
         return sorted(value for value in used.union(*reads) if value[0] < cut)
 
-    def like(self, value: Value) -> Any:
-        """Return the shape and dtype of a value."""
-        return self.events[value[0]].returns[value[1]]
 
-
-def is_read(what: Any) -> bool:
+def is_read(operation: Any) -> bool:
     """Whether an operation reads values of a tensor into Python."""
-    return getattr(what, "__name__", "") in _READS
+    return getattr(operation, "__name__", "") in _READS
 
 
-def _writes(what: Any) -> bool:
+def _writes(operation: Any) -> bool:
     """Whether a function is named like those that write to their argument."""
-    name = getattr(what, "__name__", "")
+    name = getattr(operation, "__name__", "")
     return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
 def combined(first: Recorder, second: Recorder, ends: frozenset[Value], samples: tuple[int, int]) -> Tape:
     """Return the tape of two passes with different numbers of ``samples``; raise Diverged if they differ in more."""
     events = []
-    for number, (one, other) in enumerate(zip(first.events, second.events, strict=False)):
-        alike = (one.what, one.uses, one.weights) == (other.what, other.uses, other.weights)
-        if not alike or len(one.returns) != len(other.returns):
+    for number, (event, match) in enumerate(zip(first.events, second.events, strict=False)):
+        alike = (event.operation, event.uses, event.weights) == (match.operation, match.uses, match.weights)
+        if not alike or len(event.returns) != len(match.returns):
             raise Diverged("its forward takes another path for another number of samples")
-        returns = list(one.returns)
-        for place, (here, there) in enumerate(zip(one.returns, other.returns, strict=True)):
-            if isinstance(here, Like) and isinstance(there, Like):
-                pairs = zip(here.sizes, there.sizes, strict=True)
+        returns = list(event.returns)
+        for place, (like, twin) in enumerate(zip(event.returns, match.returns, strict=True)):
+            if isinstance(like, Like) and isinstance(twin, Like):
+                pairs = zip(like.sizes, twin.sizes, strict=True)
                 sizes = [_linear(few, many, samples) for (few, _), (many, _) in pairs]
-                returns[place] = replace(here, sizes=sizes)
-            elif not isinstance(here, int | float | bool | str | None):
-                raise Diverged(f"{one.what} (event {number}) returns {type(here).__name__}")
-        events.append(Event(one.what, one.uses, one.weights, returns, one.structure))
+                returns[place] = replace(like, sizes=sizes)
+            elif not isinstance(like, int | float | bool | str | None):
+                raise Diverged(f"{event.operation} (event {number}) returns {type(like).__name__}")
+        events.append(replace(event, returns=returns))
     if len(first.events) != len(second.events):
         raise Diverged("its forward takes another path for another number of samples")
     return Tape(events, ends)
@@ -234,28 +230,28 @@ class Replay(Pass):
         dtypes = [tensor.dtype for tensor in arriving if tensor.is_floating_point()]
         self._empty = samples, next(iter(dtypes), torch.float32), device
 
-    def event(self, what: Any, run: Callable[[], Any], leaves: Sequence[Any]) -> Any:
+    def event(self, operation: Any, run: Callable[[], Any], leaves: Sequence[Any]) -> Any:
         """Compute the event, or return what stands for its result; raise Stopped at the last one."""
         number = self.count
-        if number == self._stop and self._is_next(what):
+        if number == self._stop and self._is_next(operation):
             raise Stopped([tensor for tensor in self._departing.values() if tensor is not None])
         if number >= self._start:
-            return self._computed(what, run)
-        if not self._is_next(what):
+            return self._computed(operation, run)
+        if not self._is_next(operation):
             return run()  # of a shape, for example
         event = self._tape.events[number]
-        if is_read(what):  # of a value that has arrived
+        if is_read(operation):  # of a value that has arrived
             self.count += 1
             return run()
-        made = [self._substitute((number, place), like, leaves) for place, like in enumerate(event.returns)]
+        outputs = [self._substitute((number, place), like, leaves) for place, like in enumerate(event.returns)]
         self.count += 1
-        return self.follow(tree_unflatten(made, event.structure))
+        return self.follow(tree_unflatten(outputs, event.structure))
 
-    def _is_next(self, what: Any) -> bool:
-        if self.count < len(self._tape.events) and self._tape.events[self.count].what == what:
+    def _is_next(self, operation: Any) -> bool:
+        if self.count < len(self._tape.events) and self._tape.events[self.count].operation == operation:
             return True
-        if isinstance(what, str):
-            raise Diverged(f"its forward calls {what} out of order")
+        if isinstance(operation, str):
+            raise Diverged(f"its forward calls {operation} out of order")
         return False
 
     def _substitute(self, value: Value, like: Any, leaves: Sequence[Any]) -> Any:
@@ -265,14 +261,14 @@ class Replay(Pass):
             return leaves[like.place]
         return like.empty(*self._empty) if isinstance(like, Like) else like
 
-    def _computed(self, what: Any, run: Callable[[], Any]) -> Any:
+    def _computed(self, operation: Any, run: Callable[[], Any]) -> Any:
         returned = run()
-        made = tree_leaves(returned)
-        if not any(isinstance(leaf, Tensor) for leaf in made) and not is_read(what):
+        outputs = tree_leaves(returned)
+        if not any(isinstance(leaf, Tensor) for leaf in outputs) and not is_read(operation):
             return returned
-        if self._stop is not None and not self._is_next(what):
-            raise Diverged(f"its forward takes another path at {getattr(what, '__name__', what)}")
-        for place, leaf in enumerate(made):
+        if self._stop is not None and not self._is_next(operation):
+            raise Diverged(f"its forward takes another path at {getattr(operation, '__name__', operation)}")
+        for place, leaf in enumerate(outputs):
             if (self.count, place) in self._departing:
                 self._departing[self.count, place] = leaf
         self.count += 1

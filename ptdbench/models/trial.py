@@ -184,11 +184,11 @@ class _Uses(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        arguments = getattr(getattr(func, "_schema", None), "arguments", ())  # an operator of a higher order has none
-        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs or {})
-        for argument in arguments:
+        parameters = getattr(getattr(func, "_schema", None), "arguments", ())  # an operator of a higher order has none
+        arguments = dict(zip((argument.name for argument in parameters), args, strict=False)) | dict(kwargs or {})
+        for argument in parameters:
             is_write = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree_leaves(given.get(argument.name)):
+            for tensor in tree_leaves(arguments.get(argument.name)):
                 if isinstance(tensor, Tensor):
                     self._note(_memory(tensor), is_write)
         return func(*args, **(kwargs or {}))

@@ -50,13 +50,13 @@ def in_groups(
         not_decayed: The rules whose weights have no weight decay.
     """
     of_weight = rules(model)
-    of = {name: of_weight[weight] for name, weight in model.named_parameters(remove_duplicate=False)}
+    rule_of = {name: of_weight[weight] for name, weight in model.named_parameters(remove_duplicate=False)}
 
     def made(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         groups: dict[Rule, dict[str, Any]] = {rule: {"params": [], "rule": rule} for rule in DECAYED}
         for name, weight in named:
             if weight.requires_grad:
-                groups[of[name]]["params"].append(weight)
+                groups[rule_of[name]]["params"].append(weight)
         for rule in not_decayed:
             groups[rule]["weight_decay"] = 0.0
         return make([group for group in groups.values() if group["params"]])

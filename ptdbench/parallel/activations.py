@@ -139,7 +139,7 @@ MUST_SAVE, PREFER_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFE
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
-#: Products of two matrices, of which ``activations.products`` counts.
+#: Products of two matrices, which ``activations.products`` counts.
 PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.linear, _aten._scaled_mm})
 
 #: Operations whose results ``activations=selective`` keeps: matrix products, convolutions, all attention kernels, and

@@ -1,7 +1,7 @@
 """The ordered transforms of a model or of each of its stages."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from ptdbench.kernels.choice import Kernels
 from ptdbench.kernels.copies import Copies
 from ptdbench.kernels.enable import enable
 from ptdbench.kernels.wide_gradients import enable_wide_gradients
@@ -18,38 +17,13 @@ from ptdbench.models.experts import Router
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model
 from ptdbench.parallel import context, experts, fp8, tensor
-from ptdbench.parallel.activations import Activations, Keep
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.compile import Compile, compile_parts, parts_outside_layers
+from ptdbench.parallel.compile import compile_parts, parts_outside_layers
 from ptdbench.parallel.ddp import replicate
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.fsdp import shard
-from ptdbench.parallel.mesh import Mesh
-from ptdbench.parallel.options import Offload, Options
-from ptdbench.parallel.precision import DTYPES, Name, cast_inputs
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The ranks, formats and options of laying out a model."""
-
-    mesh: Mesh  #: The mesh of ranks.
-    layout: BatchPlan  #: How the batch is split over them.
-    device: torch.device  #: This rank's device.
-    precision: Name = "fp32"  #: Dtype of the arithmetic.
-    kernels: Kernels = "fused"  #: Whose kernels compute, and by which recipe in a narrow format.
-    compile: Compile = False  #: What is compiled, see :mod:`ptdbench.parallel.compile`.
-    activations: Activations = field(default_factory=Keep)  #: What becomes of activations until the backward pass.
-    seed: int = 0  #: Seed of the weights.
-    positions: int = 1  #: Tokens per sample; 1 if samples have none.
-    channels_last: bool = False  #: Whether images are channels-last in memory.
-    offload: Offload = "none"  #: What is kept in host memory between its uses.
-    virtual: bool = False  #: Whether the devices are virtual, so that nothing is computed.
-
-    @property
-    def owns_loss(self) -> bool:
-        """Whether this rank is the first in its tensor-parallel group, whose ranks compute the same loss together."""
-        return not (ranks := self.mesh["tp"]) or ranks.get_local_rank() == 0
+from ptdbench.parallel.options import Options
+from ptdbench.parallel.precision import DTYPES, cast_inputs
+from ptdbench.parallel.setting import Setting
 
 
 def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -> LaidOutModule:
@@ -94,9 +68,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
         setting.activations(layers)
     # FSDP gathers weights in the compute dtype. Shards must be contiguous.
     if is_sharded:
-        formats: Any = {"precision": setting.precision, "kernels": setting.kernels}
-        offload = setting.offload != "none"
-        part = shard(module, layers, parts, setting.mesh, options, dims, fill, shared, offload=offload, **formats)
+        part = shard(module, layers, parts, setting, options, fill, shared)
         return _completed(part, shared, setting, options, None)
     # Outside all of these, as casts are neither traced nor recomputed.
     units = [] if setting.compile == "whole" else [*layers, *parts_outside_layers(module, layers, parts)]
@@ -109,8 +81,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     part = LaidOutModule(module, module)
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if is_replicated:
-        static_graph = options.has_static_graph(setting.layout)
-        part = replicate(module, setting.mesh.dp_cp, device, options, static_graph=static_graph)
+        part = replicate(module, setting, options)
     return _completed(part, shared, setting, options, copies)
 
 

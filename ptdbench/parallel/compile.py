@@ -44,9 +44,9 @@ def start_afresh(mode: Compile) -> None:
         # torch 2.11 recommends TF32 to every run in fp32, which is what the user asked for.
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* available but not enabled")
         if _THREADS not in os.environ:  # each rank would use all cores of the node
-            from torch._inductor import config as of_inductor
+            from torch._inductor import config as inductor
 
-            of_inductor.compile_threads = min(32, torch.get_num_threads())
+            inductor.compile_threads = min(32, torch.get_num_threads())
 
 
 def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module], mode: Compile) -> None:
@@ -76,20 +76,19 @@ def autotuning() -> dict[str, bool]:
     These are torch's max-autotune options, plus persistent matrix products that load through the tensor memory
     accelerator (TMA), which torch omits: on Hopper its plain kernels seldom beat cuBLAS. GPUs without TMA skip them.
     """
-    from torch._inductor import config, list_mode_options
+    from torch._inductor import list_mode_options
 
-    wanted = "enable_persistent_tma_matmul"
     options: dict[str, bool] = list_mode_options("max-autotune-no-cudagraphs")
-    return options | ({f"triton.{wanted}": True} if hasattr(config.triton, wanted) else {})
+    return {**options, "triton.enable_persistent_tma_matmul": True}
 
 
 def parts_outside_layers(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the parts of a chain that have weights and share no module with a layer: embedding and head."""
-    here, of_layers = set(module.modules()), {inner for layer in layers for inner in layer.modules()}
+    inside, of_layers = set(module.modules()), {inner for layer in layers for inner in layer.modules()}
     return [
         part
         for part in parts
-        if part in here and of_layers.isdisjoint(part.modules()) and any(True for _ in part.parameters())
+        if part in inside and of_layers.isdisjoint(part.modules()) and any(True for _ in part.parameters())
     ]
 
 

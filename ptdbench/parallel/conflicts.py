@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ptdbench.models.protocol import Model, Role, members, module_of
+from ptdbench.models.protocol import Model, Role, members, module_of, roles_of
 from ptdbench.parallel import experts, fp8, tensor
 from ptdbench.parallel.activations import Selective
 from ptdbench.parallel.batch import BatchPlan
@@ -16,7 +16,6 @@ from ptdbench.parallel.dims import Dims, divisors
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_schedules import SCHEDULES, SPLITS_SINCE, rounds
 from ptdbench.parallel.pipeline_stages import split_stages
-from ptdbench.parallel.roles import roles_of
 from ptdbench.problems import Problem, nearest, try_these
 
 #: Whether the option is ruled out, the option, the rule, and a remedy.
@@ -193,10 +192,10 @@ def of_sample(options: Options, inputs: Any, targets: Tensor, dims: Dims) -> lis
 def _of_stages(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     parts, per_rank = model.parts(), options.stages_on_rank
     if parts is None:
-        reason, remedy = getattr(model, "unsplit", None) or ("it has no parts()", "define parts()")
+        reason = getattr(model, "unsplit", None) or "it has no parts()"
         others = ["parallel=ddp"] if any(row[0] for row in _of_shards(model)) else ["parallel=ddp", "parallel=fsdp"]
         rule = f"the model cannot be split into stages: {reason}"
-        yield True, "pipeline", rule, f"{remedy}, or {try_these(others)}"
+        yield True, "pipeline", rule, f"define parts(), or {try_these(others)}"
         return
     stages, layers = dims.pipeline * per_rank, min(len(parts), len(model.layers() or parts))
     if stages > layers:
@@ -299,7 +298,7 @@ def _undivided_positions(options: Options, dims: Dims, positions: Sequence[Role]
 
 
 def _undivided(
-    option: str, ranks: int, roles: Sequence[Role], others: int = 1, why: str = "", whole: str = "the model"
+    option: str, ranks: int, roles: Sequence[Role], others: int = 1, reason: str = "", whole: str = "the model"
 ) -> Row:
     """Return whether ``ranks`` times ``others`` do not divide the units of any role of ``whole``.
 
@@ -312,7 +311,7 @@ def _undivided(
     smaller = [size for size in divisors(wrong.units) if 1 < size < ranks]
     fits = [size for size in smaller if all(role.units % (size * others) == 0 for role in shared)]
     rule = f"must divide the {wrong.units} {wrong.unit} of {whole}"
-    return True, option, f"times {others} {rule}, {why}" if others > 1 else rule, try_these(fits or [1])
+    return True, option, f"times {others} {rule}, {reason}" if others > 1 else rule, try_these(fits or [1])
 
 
 def of_gloo(options: Options, dims: Dims, model: Model, *, gathers: bool) -> list[Row]:

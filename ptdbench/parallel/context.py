@@ -18,12 +18,11 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptdbench.kernels.wrapping import wrap_forward
-from ptdbench.models.protocol import Model
+from ptdbench.models.protocol import Model, roles_of
 from ptdbench.parallel import ring
 from ptdbench.parallel.engine import Engine, Scale
 from ptdbench.parallel.options import Method
 from ptdbench.parallel.ring import HEADS, LENGTH
-from ptdbench.parallel.roles import roles_of
 
 #: The dimension of positions in ``[batch, length]``.
 _POSITIONS = 1
@@ -39,44 +38,29 @@ class Positions:
     #: causal mask; else one.
     paired: bool
 
-    @property
-    def pieces(self) -> int:
-        """Number of pieces of a sequence."""
-        return self.ranks * (1 + self.paired)
-
     def share(self, tensor: Tensor, dimension: int) -> Tensor:
-        """Return this rank's share of a whole sequence, whose length is a multiple of :attr:`pieces`."""
-        assert tensor.shape[dimension] % self.pieces == 0  # refused before
-        pieces = tensor.tensor_split(self.pieces, dimension)
-        return torch.cat([pieces[number] for number in self._of(self.rank)], dimension)
+        """Return this rank's share of a whole sequence, whose length is a multiple of the number of pieces."""
+        return tensor.index_select(dimension, self._positions_of(self.rank, tensor.shape[dimension], tensor.device))
 
     def numbers(self, local: Tensor) -> Tensor:
         """Convert positions in this rank's share, ``[length of the share]``, to positions in the whole sequence."""
-        pieces = self._of(self.rank)
-        size = len(local) // len(pieces)
-        shifts = [size * (number - place) for place, number in enumerate(pieces)]
-        return torch.cat([piece + shift for piece, shift in zip(local.tensor_split(len(pieces)), shifts, strict=True)])
+        return self._positions_of(self.rank, len(local) * self.ranks, local.device)[local]
 
     def whole(self, shares: Sequence[Tensor], dimension: int) -> Tensor:
         """Reassemble the whole sequence from the shares of all ranks, in rank order."""
-        pieces: dict[int, Tensor] = {}
-        for rank, share in enumerate(shares):
-            numbers = self._of(rank)
-            pieces |= zip(numbers, share.tensor_split(len(numbers), dimension), strict=True)
-        return torch.cat([pieces[number] for number in range(self.pieces)], dimension)
+        joined = torch.cat([*shares], dimension)
+        order = [self._positions_of(rank, joined.shape[dimension], joined.device) for rank in range(self.ranks)]
+        return joined.index_select(dimension, torch.cat(order).argsort())
 
-    def _of(self, rank: int) -> list[int]:
-        """Return the pieces of a rank, in order."""
-        return [rank, self.pieces - 1 - rank] if self.paired else [rank]
-
-
-def _is_paired(method: Method) -> bool:
-    return method == "ring"
+    def _positions_of(self, rank: int, length: int, device: torch.device) -> Tensor:
+        """Return the positions of a rank in a sequence of this length, ``[length / ranks]`` in int64."""
+        pieces = torch.arange(length, device=device).view(self.ranks * (1 + self.paired), -1)
+        return torch.cat([pieces[rank], pieces[-1 - rank]]) if self.paired else pieces[rank]
 
 
 def positions_of(mesh: DeviceMesh, method: Method) -> Positions:
     """Return this rank's positions of a sequence that the ranks of ``mesh`` split."""
-    return Positions(mesh.size(), mesh.get_local_rank(), _is_paired(method))
+    return Positions(mesh.size(), mesh.get_local_rank(), paired=method == "ring")
 
 
 def exchange(model: Model, module: nn.Module, mesh: DeviceMesh, method: Method) -> None:

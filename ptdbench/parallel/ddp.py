@@ -1,7 +1,7 @@
 """DistributedDataParallel: replicates a module on every rank and averages gradients during the backward pass."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.options import Options
+from ptdbench.parallel.setting import Setting
 from ptdbench.parallel.zero import Zero1
 from ptdbench.problems import ConfigError, Problem, require, said
 
@@ -29,22 +29,21 @@ _OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _IS_RENAMED else "broa
 _CHANGED = ("training graph has changed", "finished reduction in the prior iteration")
 
 
-def replicate(
-    module: nn.Module, mesh: DeviceMesh, device: torch.device, options: Options, *, static_graph: bool
-) -> LaidOutModule:
+def replicate(module: nn.Module, setting: Setting, options: Options) -> LaidOutModule:
     """Wrap a module whose weights are materialized: DDP compares their shapes across replicas and builds buckets.
 
     The first forward pass after one backward pass (two under ``static_graph``) rebuilds the buckets in the order of
     the gradients, unless DDP looks for unused weights in each pass. An element's position in its bucket determines the
     order in which three or more ranks sum it, and so the rounding.
     """
+    group, static_graph = setting.mesh.dp_cp.get_group(), options.has_static_graph(setting.layout)
     # Averaging after the backward pass does not tell DDP which weights a pass has used.
     finds_unused = options.static_graph == "find_unused" and not options.pipeline_schedule.splits_backward
     gradients = sum(weight.numel() * weight.element_size() for weight in module.parameters() if weight.requires_grad)
     replica = DistributedDataParallel(
         module,
-        device_ids=[device] if device.type == "cuda" else None,
-        process_group=mesh.get_group(),
+        device_ids=[setting.device] if setting.device.type == "cuda" else None,
+        process_group=group,
         **_OWN_BUFFERS,
         bucket_cap_mb=bucket_size(gradients) if options.bucket_mb == "auto" else options.bucket_mb,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
@@ -53,7 +52,7 @@ def replicate(
     )
     is_complete = static_graph or finds_unused or options.pipeline_schedule.splits_backward
     if hook := _NARROW.get(options.sent):
-        replica.register_comm_hook(mesh.get_group(), hook)
+        replica.register_comm_hook(group, hook)
     return LaidOutModule(
         module,
         replica,
@@ -61,9 +60,9 @@ def replicate(
         partial(_explaining, options.static_graph),
         average=partial(_average, replica),
         # A static graph knows which gradients are missing; averaging after the backward pass uses zeros for them.
-        settle=partial(_require_all, [] if is_complete else [module], options.static_graph),
+        settle=(lambda: None) if is_complete else partial(_require_all, module, options.static_graph),
         settles_after=2 if static_graph else 1,
-        division=Zero1(module, mesh.get_group()) if options.optimizer == "zero1" else None,
+        division=Zero1(module, group) if options.optimizer == "zero1" else None,
     )
 
 
@@ -88,10 +87,9 @@ def _explaining(static_graph: bool | str) -> Iterator[None]:
         raise ConfigError([Problem("parallel.static_graph", static_graph, rule, remedy)]) from error
 
 
-def _require_all(modules: Sequence[nn.Module], static_graph: bool | str) -> None:
+def _require_all(module: nn.Module, static_graph: bool | str) -> None:
     """Refuse weights without a gradient: DDP would wait for them, and then suggest an option that is not ours."""
-    weights = [pair for module in modules for pair in module.named_parameters()]
-    names = [name for name, weight in weights if weight.requires_grad and weight.grad is None]
+    names = [name for name, weight in module.named_parameters() if weight.requires_grad and weight.grad is None]
     if names:
         rule = f"without a static graph DDP needs a gradient of every weight, and there is none of {', '.join(names)}"
         remedy = "freeze unused weights, requires_grad_(False), or try find_unused, which looks for them in each pass"

@@ -251,12 +251,12 @@ def _unequal(world_size: int, wanted: Mapping[str, Size]) -> Problem:
     factors = " x ".join(f"{name}({degree})" for name, degree in wanted.items() if degree != 1)
     relation = factors if "auto" in wanted.values() else f"{factors} = {product}"
     rule = f"{relation} must equal the number of ranks, {world_size}"
-    given = [name for name, degree in wanted.items() if degree not in (1, "auto")]
-    if not given:
+    requested = [name for name, degree in wanted.items() if degree not in (1, "auto")]
+    if not requested:
         rule = f"all degrees of parallelism are 1, but there are {world_size} ranks"
         return Problem("replicate", 1, rule, try_these([world_size, "auto", "or cluster.ranks_per_node=1"]))
-    fits = {name: _fitting(world_size, wanted, name) for name in given}
-    name = next((name for name in reversed(given) if fits[name]), given[-1])
+    fits = {name: _fitting(world_size, wanted, name) for name in requested}
+    name = next((name for name in reversed(requested) if fits[name]), requested[-1])
     remedy = try_these(fits[name]) or try_these([f"{product} ranks", "or auto for one of the degrees"])
     return Problem(name, wanted[name], rule, remedy)
 

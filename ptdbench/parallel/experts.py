@@ -24,11 +24,10 @@ from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.launch import stacks
 from ptdbench.local_part import local_part
 from ptdbench.models.experts import Experts, Router, places_in, take
-from ptdbench.models.protocol import Model, module_of
+from ptdbench.models.protocol import Model, module_of, roles_of
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.mesh import Mesh
-from ptdbench.parallel.roles import roles_of
 from ptdbench.parallel.tensor import spread
 from ptdbench.profiling.events import COMBINE, DISPATCH
 
@@ -48,9 +47,9 @@ def units(model: Model) -> int:
 
 def modules(model: Model, inside: nn.Module | None = None) -> list[nn.Module]:
     """Return the modules of experts of a model, or of one of its modules."""
-    here = set((inside or module_of(model)).modules())
+    members = set((inside or module_of(model)).modules())
     named = [name for name, role in roles_of(model).items() if role.kind == "experts"]
-    return [module for module in map(module_of(model).get_submodule, named) if module in here]
+    return [module for module in map(module_of(model).get_submodule, named) if module in members]
 
 
 def parts(model: Model, dims: Dims) -> dict[nn.Parameter, Tensor]:
@@ -157,7 +156,7 @@ class Routing:
         # ranks of all groups, except that tensor-parallel ranks have shares of one loss.
         self._scale = dims.tensor / dims.expert
         self._totals = {name: torch.zeros(part.experts + 1).double() for name, part in self._routers.items()}
-        self._taken = array("d")  # tokens that this rank computes, per step and module of experts
+        self._loads = array("d")  # tokens that this rank computes, per step and module of experts
         inner = mesh["tp"]
         self._ranks = mesh.dp_cp.size() * dims.tensor
         self._place = mesh.dp_cp.get_local_rank() * dims.tensor + (inner.get_local_rank() if inner else 0)
@@ -165,10 +164,10 @@ class Routing:
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Return a context whose passes are not counted."""
-        totals, taken = self._totals, self._taken
-        self._totals, self._taken = dict(totals), taken[:]
+        totals, loads = self._totals, self._loads
+        self._totals, self._loads = dict(totals), loads[:]
         yield
-        self._totals, self._taken = totals, taken
+        self._totals, self._loads = totals, loads
 
     def begin(self, share: Tensor) -> None:
         """Begin a step; ``share``: the factor of a micro-batch's loss."""
@@ -187,7 +186,7 @@ class Routing:
             self._routers[name].counts.clear()
         for layer in self._experts:
             received: list[int] = layer.received  # type: ignore[assignment]
-            self._taken.append(sum(received))
+            self._loads.append(sum(received))
             received.clear()
         if balanced := {name: counts[:-1] for name, counts in counted.items() if self._routers[name].balances}:
             whole = self._sum_over_ranks(torch.cat([*balanced.values()]))
@@ -203,16 +202,16 @@ class Routing:
 
         ``None`` without shared experts, or routers that count their choices. Called in all ranks.
         """
-        if not (self._taken and self._routers):
+        if not (self._loads and self._routers):
             return None
         device, total = next(iter(self._totals.values())).device, 0.0
-        steps = torch.tensor(self._taken, device=device).view(-1, len(self._experts))
-        for some in steps.split(_AT_ONCE):
-            taken = some.new_zeros(self._ranks, *some.shape)
-            taken[self._place] = some
-            taken = self._sum_over_ranks(taken)
-            total += float((taken.amax(0) / taken.mean(0)).sum())
-        return total / len(self._taken)
+        steps = torch.tensor(self._loads, device=device).view(-1, len(self._experts))
+        for chunk in steps.split(_AT_ONCE):
+            loads = chunk.new_zeros(self._ranks, *chunk.shape)
+            loads[self._place] = chunk
+            loads = self._sum_over_ranks(loads)
+            total += float((loads.amax(0) / loads.mean(0)).sum())
+        return total / len(self._loads)
 
     def _sum_over_ranks(self, counts: Tensor) -> Tensor:
         for group in self._groups:

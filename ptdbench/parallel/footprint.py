@@ -62,34 +62,34 @@ def footprints(
     copied = None if options.shards(dims) or narrow == torch.float32 or kernels == "torch" else narrow
     gradient_copies = 2 if in_buckets and not options.gradient_as_bucket_view else 1
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}
-    of, parts = rules(module_of(model)), local_parts(model, options, dims)
+    rule_of, parts = rules(module_of(model)), local_parts(model, options, dims)
     by_shape = dict[tuple[Rule, torch.Size, torch.dtype], int]()
 
     def state_bytes(parameter: nn.Parameter) -> int:
         local = parts[parameter]
-        key = of[parameter], local.shape, local.dtype
+        key = rule_of[parameter], local.shape, local.dtype
         if key not in by_shape:
             by_shape[key] = _state_bytes(named[parameter], local, make)
         return by_shape[key]
 
-    def of_rank(held: Sequence[nn.Module]) -> StateBytes:
+    def of_rank(stages: Sequence[nn.Module]) -> StateBytes:
         # A weight shared within a stage counts once; a weight shared between stages has a copy in each.
-        trained = [[weight for weight in module.parameters() if weight.requires_grad] for module in held]
+        trained = [[weight for weight in module.parameters() if weight.requires_grad] for module in stages]
         state_of = [0] * owners
         for weights in trained:  # ZeRO-1 shards each stage separately
             owner_of = assign_owners([parts[weight].numel() for weight in weights], owners)
             for owner, weight in zip(owner_of, weights, strict=True):
                 state_of[owner] += state_bytes(weight)
-        local = [parts[weight] for module in held for weight in module.parameters()]
+        local = [parts[weight] for module in stages for weight in module.parameters()]
         if copied:
-            local += [parts[weight].to(copied) for module in held for weight in copied_weights(module)]
+            local += [parts[weight].to(copied) for module in stages for weight in copied_weights(module)]
         return StateBytes(
-            weights=_bytes(local, pinned) + sum(_bytes(module.buffers()) for module in held),
+            weights=_bytes(local, pinned) + sum(_bytes(module.buffers()) for module in stages),
             gradients=gradient_copies * _bytes((parts[weight] for weights in trained for weight in weights), pinned),
             optimizer=max(state_of),
         )
 
-    return [of_rank(held) for held in modules_of_ranks(model, options.stage_ranks(dims))]
+    return [of_rank(stages) for stages in modules_of_ranks(model, options.stage_ranks(dims))]
 
 
 def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]]:
@@ -101,7 +101,7 @@ def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]
         nn.ModuleList(module for name in names for module in members(name, parts[name]).values())
         for names in split.stages
     ]
-    return [[stages[number] for number in split.of(rank)] for rank in range(max(ranks) + 1)]
+    return [[stages[number] for number in split.stages_of(rank)] for rank in range(max(ranks) + 1)]
 
 
 def local_parts(model: Model, options: Options, dims: Dims) -> dict[nn.Parameter, Tensor]:

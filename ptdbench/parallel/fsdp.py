@@ -14,29 +14,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ptdbench.kernels.choice import Kernels
 from ptdbench.parallel.compile import parts_outside_layers
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.experts import SHARDED
-from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.precision import DTYPES, Name
+from ptdbench.parallel.precision import DTYPES
+from ptdbench.parallel.setting import Setting
 
 
 def shard(
     module: nn.Module,
     layers: Sequence[nn.Module],
     parts: Sequence[nn.Module],
-    mesh: Mesh,
+    setting: Setting,
     options: Options,
-    dims: Dims,
     fill: Callable[[nn.Module, str], None],
     experts: Collection[nn.Module],
-    *,
-    precision: Name = "fp32",
-    kernels: Kernels = "fused",
-    offload: bool = False,
 ) -> LaidOutModule:
     """Shard a module over the ranks, layer by layer.
 
@@ -44,23 +38,21 @@ def shard(
         module: A model, or a stage of one, on the meta device or with its weights.
         layers: Its repeated modules, in order; each is gathered separately.
         parts: The parts of the whole model in order, if it is a chain of parts.
-        mesh: The mesh of ranks.
+        setting: The ranks and formats; ``kernels=torch``: a group for each layer and one for the rest, under torch's
+            default policies.
         options: The options of the layout.
-        dims: The degrees.
         fill: Materializes a module, given the prefix of its names in ``module``.
         experts: Modules of experts that ranks share.
-        precision: Dtype of the arithmetic.
-        kernels: ``torch``: a group for each layer and one for the rest, under torch's default policies.
-        offload: Whether weights, gradients and optimizer state are kept in host memory.
     """
+    mesh, dims, dtype = setting.mesh, setting.layout.dims, DTYPES[setting.precision]
     reduce_dtype = DTYPES[options.sent]  # FSDP also accumulates whole gradients of micro-batches in it
     # Inputs are cast by precision.cast_inputs(), as under every layout.
     wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    is_narrow = DTYPES[precision] != torch.float32
-    is_fused = kernels == "fused"
-    policy = replace(wide, param_dtype=DTYPES[precision], cast_forward_inputs=not is_fused) if is_narrow else wide
-    where = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type != "cpu") if offload else OffloadPolicy()
-    group = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=where)
+    is_narrow, is_fused = dtype != torch.float32, setting.kernels == "fused"
+    policy = replace(wide, param_dtype=dtype, cast_forward_inputs=not is_fused) if is_narrow else wide
+    on_host = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type != "cpu")
+    offload = OffloadPolicy() if setting.offload == "none" else on_host
+    group = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
     cut = partial(_cut, group, wide if is_narrow else None, experts, mesh.ep_fsdp)
     names = {part: name for name, part in module.named_modules()}
     tables, head = _around(module, layers, parts) if is_fused else ([], [])
@@ -101,7 +93,7 @@ def _cut(
     frees: bool | int,
 ) -> FSDPModule:
     """Shard a part; ``of_norms``: the policy of its batch norms, if they are separate groups."""
-    # Otherwise their weights would be gathered in a dtype other than that of their statistics.
+    # Otherwise their weights would be gathered in another dtype than their statistics have.
     for norm in part.modules() if of_norms else ():
         if isinstance(norm, _BatchNorm) and not isinstance(norm, FSDPModule) and norm is not part:
             group(norm, mp_policy=of_norms, reshard_after_forward=frees)
@@ -136,7 +128,7 @@ def _around(
     if not layers:
         return [], []
     holders = Counter(weight for _, weight in module.named_parameters(remove_duplicate=False))
-    alone = [
+    unshared = [
         part
         for part in parts_outside_layers(module, layers, parts)
         if all(holders[weight] == 1 for weight in part.parameters())
@@ -148,7 +140,7 @@ def _around(
             type(holder).forward is nn.Embedding.forward and set(holder._parameters) == {"weight"} for holder in holders
         )
 
-    return [*filter(looks_up, alone)], [part for part in alone if part is parts[-1] and not looks_up(part)]
+    return [*filter(looks_up, unshared)], [part for part in unshared if part is parts[-1] and not looks_up(part)]
 
 
 def _prefetch(groups: Sequence[FSDPModule], freed: Collection[FSDPModule], options: Options) -> None:

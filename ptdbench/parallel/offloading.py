@@ -33,9 +33,9 @@ class Offloading:
         def run(*arguments: Any, **named: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*arguments, **named)
-            mine = self._latest = _Run(layer, None if is_first else self._latest, self.begin)
-            self.begin(mine)
-            with saved_tensors_hooks(mine.pack, lambda fetch: fetch()):
+            current = self._latest = _Run(layer, None if is_first else self._latest, self.begin)
+            self.begin(current)
+            with saved_tensors_hooks(current.pack, lambda fetch: fetch()):
                 return forward(*arguments, **named)
 
         return run

@@ -67,7 +67,7 @@ class Options(Degrees[Size]):
             "the exchange of tokens between experts": dims.expert > 1,
             "zero1": self.replicates(dims) and self.optimizer == "zero1",
             # Averaged gradients overflow everywhere, and torch asks the ranks that share weights of one mesh; but not
-            # those of other stages, nor of both meshes that experts and other weights are split over.
+            # other stages, nor both meshes that experts and other weights are split over.
             "loss scaling": scales and (dims.pipeline > 1 or dims.expert > 1),
         }
         return [name for name, is_used in used.items() if is_used]
@@ -116,5 +116,5 @@ class Options(Degrees[Size]):
         )
 
     def splits_backward(self, dims: Dims) -> bool:
-        """Whether a pipeline computes gradients of weights separately from those of inputs."""
+        """Whether a pipeline computes gradients of weights and of inputs separately."""
         return self.applies("pipeline", dims) and self.pipeline_schedule.splits_backward

@@ -17,11 +17,12 @@ from ptdbench.measure import memory
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.models.state import ModuleState
 from ptdbench.nested import first_tensor, map_tensors, split
-from ptdbench.parallel.apply import Setting, apply
+from ptdbench.parallel.apply import apply
 from ptdbench.parallel.engine import Engine, Scale, norm_of
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_stages import Stage, add_up_shared, find_shared, split_stages, united, untie
 from ptdbench.parallel.precision import DTYPES
+from ptdbench.parallel.setting import Setting
 
 
 class _InferringStage(PipelineStage):
@@ -177,7 +178,7 @@ class Pipelined(Engine):
         last = len(divided.stages) - 1
         parts = {
             number: apply(model, Stage(model, divided.stages[number]), setting, options)
-            for number in divided.of(dist.get_rank(group))
+            for number in divided.stages_of(dist.get_rank(group))
         }
         self.module: nn.Module = united([part.module for part in parts.values()])
         self.parts = list(parts.values())

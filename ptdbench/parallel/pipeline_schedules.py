@@ -40,7 +40,7 @@ class PipelineSchedule:
     #: How many micro-batches a pass needs. ``stages``: at least as many as stages. ``rounds``: a multiple of the number
     #: of rounds, ``max(1, microbatches // p)``.
     microbatches: Literal["any", "stages", "rounds"] = "any"
-    splits_backward: bool = False  #: Whether gradients of weights are computed separately from those of inputs.
+    splits_backward: bool = False  #: Whether gradients of weights and of inputs are computed separately.
     #: Idle time of the rank that idles longest, in units of ``(p - 1) / v`` times a rank's time for one of the three
     #: parts of a micro-batch: forward, gradient of inputs, gradient of weights; with as many micro-batches as the
     #: schedule is made for, see :meth:`bubble`. 3: gpipe and 1f1b (Huang et al. 2019;
@@ -54,10 +54,10 @@ class PipelineSchedule:
         """Whether the installed torch has the schedule."""
         return not self.splits_backward or torch.__version__ >= SPLITS_SINCE
 
-    def per_rank(self, wanted: int | Literal["auto"]) -> int:
+    def per_rank(self, requested: int | Literal["auto"]) -> int:
         """Return the number of stages on a rank; ``auto``: as few as the schedule allows."""
-        if wanted != "auto":
-            return wanted
+        if requested != "auto":
+            return requested
         return 2 if self.stages == "several" else self.stages
 
     def ranks(self, size: int, per_rank: int) -> list[int]:
@@ -119,8 +119,8 @@ def rounds(microbatches: int, size: int) -> int:
     return max(1, microbatches // size)
 
 
-#: Schedules by name. The split backward pass of the last three is that of zero bubble, Qi et al. 2023 (arXiv
-#: 2401.10241); DualPipeV is DeepSeek's DualPipe (arXiv 2412.19437) in the form of a V.
+#: Schedules by name. The last three split the backward pass as in zero bubble, Qi et al. 2023 (arXiv 2401.10241);
+#: DualPipeV is DeepSeek's DualPipe (arXiv 2412.19437) in the form of a V.
 SCHEDULES: dict[str, PipelineSchedule] = {
     # All forward passes, then all backward passes (Huang et al. 2019).
     "gpipe": PipelineSchedule(ScheduleGPipe),

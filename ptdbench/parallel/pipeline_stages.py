@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ptdbench.local_part import local_part
-from ptdbench.models.protocol import FlopsUnknown, Model, members, module_of, runner
+from ptdbench.models.protocol import FlopsUnknown, Model, Tied, members, module_of, runner
 from ptdbench.models.stages import Loose
 from ptdbench.nested import map_tensors
 from ptdbench.parallel.batch import BatchPlan
@@ -34,7 +34,7 @@ class StageSplit:
     ranks: Sequence[int]  #: Each stage's rank in the pipeline.
     holds: Sequence[Sequence[str]]  #: The names of each stage's submodules: its parts, or their members.
 
-    def of(self, rank: int) -> list[int]:
+    def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a rank, in order."""
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
@@ -57,14 +57,14 @@ def split_stages(model: Model, ranks: Sequence[int]) -> StageSplit:
     names = list(parts)
     empty = [number for number, part in enumerate(parts.values()) if next(part.parameters(), None) is None]
     stages = [names[run.start : run.stop] for run in balance(costs(model, parts), len(ranks), empty)]
-    holds = [[held for name in stage for held in members(name, parts[name])] for stage in stages]
+    holds = [[member for name in stage for member in members(name, parts[name])] for stage in stages]
     return StageSplit(stages, ranks, holds)
 
 
 def unrepeated(model: Model, split: StageSplit) -> list[list[str]]:
     """Return for each stage the names of submodules with weights outside the repeated layers, such as the head."""
     parts, layers = model.parts() or {}, set(model.layers())
-    modules = {held: module for name, part in parts.items() for held, module in members(name, part).items()}
+    modules = {member: module for name, part in parts.items() for member, module in members(name, part).items()}
 
     def is_unrepeated(name: str) -> bool:
         return not layers & set(modules[name].modules()) and next(modules[name].parameters(), None) is not None
@@ -86,7 +86,7 @@ def _flops(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
         if parts.keys() <= stated.keys():
             return [stated[name] for name in parts]
     counted = counts() if (counts := getattr(model, "flops_of_modules", None)) else {}
-    flops = [sum(counted.get(held, 0.0) for held in members(name, part)) for name, part in parts.items()]
+    flops = [sum(counted.get(member, 0.0) for member in members(name, part)) for name, part in parts.items()]
     return flops if any(flops) else []
 
 
@@ -110,12 +110,12 @@ def imbalance(model: Model, split: StageSplit) -> str | None:
     kind = "FLOPs" if _flops(model, parts) else "weights"
     largest = max(of_parts, key=of_parts.__getitem__)
     if of_parts[largest] * count > _EVEN * total:
-        why, remedy = f"{largest} alone has {of_parts[largest] / total:.0%}", "fewer stages, or parallel=fsdp"
+        cause, remedy = f"{largest} alone has {of_parts[largest] / total:.0%}", "fewer stages, or parallel=fsdp"
     else:
         places = f"only {len(parts) - 1} places" if len(parts) > 2 else "one place"
-        why, remedy = f"the model has {places} to split it", "parts() with shorter ones, or parallel=fsdp"
+        cause, remedy = f"the model has {places} to split it", "parts() with shorter ones, or parallel=fsdp"
     shares = " : ".join(f"{100 * part:.0f}" for part in of_ranks.values())
-    return f"stages {shares} of the {kind}, as {why}: at most {1 / share:.2f} times as fast as one rank; try {remedy}"
+    return f"stages {shares} of the {kind}, as {cause}: at most {1 / share:.2f} times as fast as one rank; try {remedy}"
 
 
 class Stage(nn.Module):
@@ -228,10 +228,6 @@ def balance(costs: Sequence[float], stages: int, empty: Collection[int] = ()) ->
     return runs
 
 
-#: Pairs of full names of tied weights, see :meth:`ptdbench.models.protocol.Model.tied`.
-Tied = Sequence[tuple[str, str]]
-
-
 @dataclass(frozen=True)
 class Shared:
     """This rank's copies of a weight that several stages share."""
@@ -271,18 +267,18 @@ def untie(model: Model, tied: Tied, split: StageSplit) -> None:
 
 def find_shared(tied: Tied, module: nn.Module, split: StageSplit, group: dist.ProcessGroup) -> list[Shared]:
     """Find the trained weights of this rank that stages share, and make their copies equal."""
-    here = dict(module.named_parameters(remove_duplicate=False))  # reading an attribute may return the local part
-    mine = dist.get_rank(group)
+    weights = dict(module.named_parameters(remove_duplicate=False))  # reading an attribute may return the local part
+    place = dist.get_rank(group)
     shared = []
     for stages in by_stage(tied, split):
-        copies = [here[name] for stage, (name, *_) in stages.items() if split.ranks[stage] == mine]
+        copies = [weights[name] for stage, (name, *_) in stages.items() if split.ranks[stage] == place]
         if not copies:
             continue
         for other in copies[1:]:
             local_part(other.detach()).copy_(local_part(copies[0].detach()))
         if not copies[0].requires_grad:
             continue  # frozen: no gradients to sum
-        first, others = (copies[0], copies[1:]) if split.ranks[next(iter(stages))] == mine else (None, copies)
+        first, others = (copies[0], copies[1:]) if split.ranks[next(iter(stages))] == place else (None, copies)
         ranks = sorted({dist.get_global_rank(group, split.ranks[stage]) for stage in stages})
         shared.append(Shared(first, others, ranks))
     return shared
@@ -299,14 +295,14 @@ def add_up_shared(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
             gradient.copy_(total)
 
 
-def _exchange(mine: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
+def _exchange(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
     """Exchange a tensor among ``ranks``, which include this one; return the tensors of all."""
-    tensors = [mine if rank == dist.get_rank() else torch.empty_like(mine) for rank in ranks]
+    tensors = [tensor if rank == dist.get_rank() else torch.empty_like(tensor) for rank in ranks]
     messages = []
-    for rank, theirs in zip(ranks, tensors, strict=True):
-        if theirs is not mine:
-            messages.append(dist.P2POp(dist.isend, mine.contiguous(), rank, group))
-            messages.append(dist.P2POp(dist.irecv, theirs, rank, group))
+    for rank, copy in zip(ranks, tensors, strict=True):
+        if copy is not tensor:
+            messages.append(dist.P2POp(dist.isend, tensor.contiguous(), rank, group))
+            messages.append(dist.P2POp(dist.irecv, copy, rank, group))
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
     return tensors

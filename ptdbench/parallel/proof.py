@@ -33,10 +33,9 @@ from ptdbench import cache
 from ptdbench.launch import local
 from ptdbench.launch.lifetime import die_with_parent
 from ptdbench.models.materialize import materialize
-from ptdbench.models.protocol import Model, module_of, only_loss
+from ptdbench.models.protocol import Model, module_of, only_loss, roles_of
 from ptdbench.nested import map_tensors, tensors, with_samples
 from ptdbench.parallel import tensor
-from ptdbench.parallel.roles import roles_of
 from ptdbench.problems import first_line
 
 #: The largest difference, relative to the largest number of a tensor.
@@ -48,8 +47,8 @@ _SMALL = 1e-2
 #: Seconds that a proof may take.
 DEADLINE = 300.0
 
-#: The file in which a proof's processes write what they print, and how a rank's last line begins if it fails.
-_SAID, _ERROR = "said", "error: "
+#: The file that collects what a proof's processes print, and the prefix of a failed rank's last line.
+_OUTPUT, _ERROR = "output", "error: "
 
 #: The process that proves plans now, if any.
 _provers: list[_Prover] = []
@@ -101,15 +100,14 @@ class _Prover(ExitStack):
                 self.enter_context(self._connection)
                 with other:
                     self.enter_context(local.beside(_serve, other, self._folder))
-            (self._folder / _SAID).write_bytes(b"")
-            (self._folder / "question").write_bytes(cloudpickle.dumps((model, batch, ranks)))
-            self._connection.send(None)
+            (self._folder / _OUTPUT).write_bytes(b"")
+            self._connection.send_bytes(cloudpickle.dumps((model, batch, ranks)))
             if self._connection.poll(DEADLINE):
                 difference: str | None = self._connection.recv()
                 return difference
-            reason = f"the proof is not done after {DEADLINE:g} s{_said(self._folder)}"
+            reason = f"the proof is not done after {DEADLINE:g} s{_first_error(self._folder)}"
         except Exception as error:  # third-party code may raise anything
-            reason = f"the process of the proof fails{_said(self._folder) or f': {first_line(error)}'}"
+            reason = f"the process of the proof fails{_first_error(self._folder) or f': {first_line(error)}'}"
         self._connection = None
         self.close()
         return reason
@@ -119,13 +117,12 @@ def _serve(_environ: Mapping[str, str], connection: Connection, folder: Path) ->
     """Answer questions until the process that asks them ends; what models and libraries print goes to a file."""
     local.ignore_signals()  # the other process ends this one
     for stream in (1, 2):
-        os.dup2(os.open(folder / _SAID, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        os.dup2(os.open(folder / _OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     with suppress(EOFError):
         while True:
-            connection.recv()
-            model, batch, ranks = cloudpickle.loads((folder / "question").read_bytes())
+            model, batch, ranks = cloudpickle.loads(connection.recv_bytes())
             difference = _on_ranks(model, batch, ranks, torch.float32, folder)
             is_rounding = False
             if difference and "differs" in difference:
@@ -134,9 +131,9 @@ def _serve(_environ: Mapping[str, str], connection: Connection, folder: Path) ->
             connection.send(None if is_rounding else difference)
 
 
-def _said(folder: Path) -> str:
+def _first_error(folder: Path) -> str:
     """Return the first error that the processes of a proof have printed, or their last line."""
-    text = (folder / _SAID).read_text(errors="replace") if (folder / _SAID).is_file() else ""
+    text = (folder / _OUTPUT).read_text(errors="replace") if (folder / _OUTPUT).is_file() else ""
     lines = [line for line in text.splitlines() if line[:1].strip()]
     errors = [line.removeprefix(_ERROR) for line in lines if "rror" in line]
     return "".join(f": {line}" for line in [*errors, *lines[-1:]][:1])
@@ -216,13 +213,13 @@ def _on_ranks(model: Model, batch: tuple[Any, Tensor], ranks: int, dtype: torch.
     for worker in workers:
         worker.kill()
         worker.join()
-    return f"a rank {f'is ended by {signal.Signals(-status).name}' if status < 0 else 'fails'}{_said(folder)}"
+    return f"a rank {f'is ended by {signal.Signals(-status).name}' if status < 0 else 'fails'}{_first_error(folder)}"
 
 
 def _be_rank(
     model: Model, batch: tuple[Any, Tensor], dtype: torch.dtype, files: Sequence[Path], rank: int, store: Path
 ) -> None:
-    """Write how this rank's numbers differ from those of one rank."""
+    """Write how this rank's numbers differ from a single rank's."""
     die_with_parent()
     try:
         _fill(model)

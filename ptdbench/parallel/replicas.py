@@ -38,21 +38,21 @@ def checksums(tensors: Iterable[tuple[K, Tensor]]) -> list[tuple[K, int]]:
                 factors[plain.device] = (mixed ^ (mixed >> 29)) * _GOLDEN | 1  # an odd factor loses no change
             real = torch.view_as_real(plain) if plain.is_complex() else plain
             bits = real.view(getattr(torch, f"int{8 * real.element_size()}")).flatten()
-            for some in bits.split(_AT_ONCE):
-                total = total * _GOLDEN + (some * factors[plain.device][: len(some)]).sum()
+            for chunk in bits.split(_AT_ONCE):
+                total = total * _GOLDEN + (chunk * factors[plain.device][: len(chunk)]).sum()
         keys.append(key)
         sums.append(total)
     device = next((total.device for total in sums if total.device.type != "cpu"), torch.device("cpu"))
     return list(zip(keys, torch.stack([total.to(device) for total in sums]).tolist() if sums else (), strict=True))
 
 
-def differing(held: Iterable[tuple[K, int]]) -> dict[K, list[list[int]]]:
+def differing(values: Iterable[tuple[K, int]]) -> dict[K, list[list[int]]]:
     """Return, for each key whose value is not the same on all ranks that hold it, the ranks of each value.
 
     Called in all ranks. Keys are in the order of the first rank that holds them.
     """
     ranks: dict[K, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, of_rank in enumerate(gather([*held])):
+    for rank, of_rank in enumerate(gather([*values])):
         for key, value in of_rank:
             ranks[key][value].append(rank)
     return {key: [*of_values.values()] for key, of_values in ranks.items() if len(of_values) > 1}

@@ -100,13 +100,13 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tu
 def _efficient_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
-    none, wanted = torch.empty(0, dtype=torch.int64), [True, True, True, False]
+    none, needed = torch.empty(0, dtype=torch.int64), [True, True, True, False]
     lse = F.pad(lse, (0, -lse.shape[-1] % _TILE), value=math.inf)
     gradient, query_, key, value, out = _padded(gradient, query, key, value, out)
     # In 16-bit formats the kernel assumes that the heads of a position are adjacent in memory, whatever the strides.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     gradients = aten._scaled_dot_product_efficient_attention_backward(
-        gradient, query_, key, value, None, out, lse, none, none, 0.0, wanted, is_causal, scale=_scale(query)
+        gradient, query_, key, value, None, out, lse, none, none, 0.0, needed, is_causal, scale=_scale(query)
     )
     return tuple(gradient[..., : query.shape[-1]] for gradient in gradients[:3])
 

@@ -9,13 +9,14 @@ from torch.nn.modules.conv import _ConvNd
 
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel import conflicts, context, experts, pipeline_stages
-from ptdbench.parallel.apply import Setting, apply
+from ptdbench.parallel.apply import apply
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.compile import start_afresh
 from ptdbench.parallel.dims import Dims, auto_degrees, derive, sizes_by_node
 from ptdbench.parallel.engine import Accumulating, Engine
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_engine import Pipelined
+from ptdbench.parallel.setting import Setting
 from ptdbench.problems import at_least, require
 
 
@@ -37,9 +38,9 @@ class Strategy(Options):
     """
 
     def __post_init__(self) -> None:
-        given = {name: degree for name, degree in self.degrees().items() if isinstance(degree, int)}
+        typed = {name: degree for name, degree in self.degrees().items() if isinstance(degree, int)}
         require(
-            *at_least(1, **given, prefetch=self.prefetch),
+            *at_least(1, **typed, prefetch=self.prefetch),
             *conflicts.problems(self, conflicts.of_values(self)),
             *conflicts.problems(self, conflicts.of_degrees(self)),
         )
@@ -51,7 +52,7 @@ class Strategy(Options):
         return max(available // fixed, 1) * fixed if auto_degrees(self.degrees()) else fixed
 
     def dims(self, world_size: int, model: Model | None = None, nodes: int = 1) -> Dims:
-        """Derive the degrees for ranks on ``nodes``; an ``auto`` expert degree and those of ``node`` need ``model``.
+        """Derive the degrees for ranks on ``nodes``; an ``auto`` expert degree and ``node`` degrees need ``model``.
 
         Raises:
             ConfigError: The degrees do not multiply to the world size.

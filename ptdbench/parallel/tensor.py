@@ -27,8 +27,7 @@ from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy
 from ptdbench.kernels.softmax import VocabularyShare
 from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.models.experts import Router
-from ptdbench.models.protocol import Model, module_of
-from ptdbench.parallel.roles import roles_of
+from ptdbench.models.protocol import Model, module_of, roles_of
 
 #: The dimension of ``[batch, length, ...]`` that sequence parallelism shards outside split layers.
 POSITIONS = 1
@@ -159,7 +158,7 @@ class _Replicated(ParallelStyle):
 
 
 class _LocalColwise(ParallelStyle):
-    """The style of a layer of which each rank computes some outputs, and its summand of the input gradient."""
+    """The style of a layer whose outputs are split over ranks, each with its summand of the input gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         spread(module, device_mesh, Shard(0), Shard(0))
@@ -253,9 +252,9 @@ def _over_ranks(tensor: Tensor, mesh: DeviceMesh, reduction: str) -> Tensor:
     return DTensor.from_local(tensor, mesh, [Partial(reduction)], run_check=False).full_tensor()
 
 
-def _redistributed(local: Tensor, mesh: DeviceMesh, here: Placement, wanted: Placement) -> DTensor:
+def _redistributed(local: Tensor, mesh: DeviceMesh, placement: Placement, target: Placement) -> DTensor:
     """Redistribute a local tensor from placement ``here`` to ``wanted``."""
-    return DTensor.from_local(local, mesh, [here], run_check=False).redistribute(mesh, [wanted])
+    return DTensor.from_local(local, mesh, [placement], run_check=False).redistribute(mesh, [target])
 
 
 def spread(part: nn.Module, mesh: DeviceMesh, placement: Placement, of_gradient: Placement) -> None:

@@ -50,8 +50,8 @@ class Zero1:
 
 def assign_owners(sizes: Sequence[int], replicas: int) -> list[int]:
     """Assign weights of these sizes to replicas: the largest first, each to the replica with the fewest elements."""
-    owners, held = [0] * len(sizes), [0] * replicas
+    owners, elements = [0] * len(sizes), [0] * replicas
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        owners[number] = held.index(min(held))
-        held[owners[number]] += sizes[number]
+        owners[number] = elements.index(min(elements))
+        elements[owners[number]] += sizes[number]
     return owners

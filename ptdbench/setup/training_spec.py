@@ -23,7 +23,6 @@ from ptdbench.optim.muon import Muon
 from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel import batch, conflicts, proof
 from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective
-from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Engine, MakeOptimizer
@@ -31,6 +30,7 @@ from ptdbench.parallel.footprint import StateBytes, footprints
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.pipeline_stages import StageSplit, imbalance, split_stages, unrepeated
 from ptdbench.parallel.precision import DTYPES
+from ptdbench.parallel.setting import Setting
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, divisors, first_line, require, under
 from ptdbench.setup import choices

@@ -102,8 +102,8 @@ class Checkpointing:
     @property
     def due(self) -> bool:
         """Whether a checkpoint is due, regardless of evaluations; all ranks agree after the same step."""
-        every = self._job.spec.config.checkpoint.every_steps
-        return every is not None and self._loop.done % every == 0
+        interval = self._job.spec.config.checkpoint.every_steps
+        return interval is not None and self._loop.done % interval == 0
 
     def save(self) -> None:
         """Save the last step unless it is saved; called in all ranks, between two steps."""
@@ -146,7 +146,9 @@ class Checkpointing:
         self.resumed = f"after step {step}, from {checkpoint.path}"
         if reshaped:
             if self._state.differed:
-                reshaped += f"; replica 0's buffers for all, as {self._state.differed}, for one, differed between ranks"
+                reshaped += (
+                    f"; replica 0's buffers for all, as some differed between ranks, such as {self._state.differed}"
+                )
             self.resumed += f", with {reshaped}"
             if self._job.world.is_first:
                 echo(f"{checkpoint.path}: continues with {reshaped}", sys.stderr)

@@ -28,7 +28,7 @@ _LEAST = 1.0
 #: Minimum seconds of measured load: the kernel counts the time of cores in ticks of 10 ms.
 _LEAST_OF_LOAD = 1.0
 
-#: NVML's performance policies (<nvml.h>) that limit clocks, in words; not low utilization, which costs nothing.
+#: NVML's performance policies (<nvml.h>) that limit clocks, as shown; low utilization is omitted, as it costs nothing.
 _POLICIES = {0: "power limit", 1: "temperature limit", 2: "sync boost", 3: "board limit", 5: "reliability limit"}
 
 

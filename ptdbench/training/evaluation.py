@@ -39,10 +39,10 @@ class Evaluator:
 
     def due(self, at_end: bool = False) -> bool:
         """Return whether an evaluation is due: every ``eval.every`` steps and after the last step."""
-        every, steps = self._job.spec.config.eval.every, self._loop.done
-        if every is None or (self.done and self.done[-1].step == steps):
+        interval, steps = self._job.spec.config.eval.every, self._loop.done
+        if interval is None or (self.done and self.done[-1].step == steps):
             return False
-        return at_end or steps % every == 0
+        return at_end or steps % interval == 0
 
     def __call__(self, stopped: Callable[[int], str | None]) -> None:
         """Evaluate, unless it is stopped; called in all ranks, between two steps.

@@ -33,9 +33,9 @@ def split(job: Job, loop: StepLoop) -> Memory | None:
     keeps = job.spec.config.profile.trace and job.device.type == "cuda"
     with job.display.during("profiling memory"):
         with _snapshot(job) if keeps else nullcontext():
-            taken = profile.run(job, loop, 1, memory=True, between=partial(_note, state, loop, job.device.type))
+            recording = profile.run(job, loop, 1, memory=True, between=partial(_note, state, loop, job.device.type))
         with job.watchdog.paused():
-            usage = _usage(taken, state, job.device.type)
+            usage = _usage(recording, state, job.device.type)
             if reason := profile.reason_of_any(usage):
                 return Memory(reason=reason)
             assert not isinstance(usage, str)
@@ -49,10 +49,10 @@ def split(job: Job, loop: StepLoop) -> Memory | None:
     )
 
 
-def _usage(taken: Any, state: dict[int, tuple[str, int]], device_type: str) -> list[Usage] | str:
+def _usage(recording: Any, state: dict[int, tuple[str, int]], device_type: str) -> list[Usage] | str:
     """Return the memory of the step, or why it is unknown: a failure must not cost the phases too."""
     try:
-        return allocations.usage(allocations.read(taken, device_type), state)
+        return allocations.usage(allocations.read(recording, device_type), state)
     except Exception as error:  # torch's tree of events is not a public interface
         return f"cannot read the profiler's allocations: {type(error).__name__}: {error}"
 

@@ -21,6 +21,7 @@ from ptdbench.parallel import precision
 from ptdbench.peaks import dense_peak
 from ptdbench.records import series
 from ptdbench.records.schema import Experts, Metrics, Segment
+from ptdbench.setup.training_spec import Flops
 from ptdbench.training.loop import StepLoop
 
 
@@ -31,8 +32,7 @@ class Measurement:
     step_seconds: Sequence[float]  #: Seconds of every step on its slowest rank, including the first step.
     samples_per_step: int  #: Samples of one step over all ranks: the global batch.
     tokens_per_sample: int | None  #: Sequence length; ``None`` if samples are not token sequences.
-    flops_per_sample: float | None  #: FLOPs of forward and backward pass for one sample by the model's formula.
-    flops_reason: str | None  #: Why there is no formula, else ``None``.
+    flops: Flops  #: FLOPs of the model.
     world_size: int  #: Ranks, one device each.
     device_name: str  #: As returned by :func:`device_name`.
     dtype: str  #: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
@@ -41,8 +41,6 @@ class Measurement:
     #: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
     wait_seconds: Sequence[float] = ()
     ceiling: Ceiling | None = None  #: The ceiling in ``dtype``, if it is known.
-    #: The part of ``flops_per_sample`` that causal attention masks; ``None`` if unknown.
-    masked_flops_per_sample: float | None = None
 
 
 def metrics(measured: Measurement) -> Metrics:
@@ -57,10 +55,10 @@ def metrics(measured: Measurement) -> Metrics:
     timed = [*measured.earlier_seconds, *last_start]
     samples_per_second = measured.samples_per_step * len(timed) / sum(timed) if timed else None
     tokens_per_second = _times(samples_per_second, measured.tokens_per_sample)
-    flops_per_second = _times(samples_per_second, measured.flops_per_sample)
+    flops_per_second = _times(samples_per_second, measured.flops.per_sample)
     rate = _times(flops_per_second, 1 / measured.world_size)
     mfu, mfu_reason = _mfu(measured, rate)
-    full, masked = measured.flops_per_sample, measured.masked_flops_per_sample
+    full, masked = measured.flops.per_sample, measured.flops.masked
     causal = _times(rate, 1 - masked / full if full and masked is not None else None)
     waited = measured.wait_seconds[measured.warmup_steps :]
     figures = Metrics(
@@ -85,8 +83,8 @@ def _times(quantity: float | None, factor: float | None) -> float | None:
 
 def _mfu(measured: Measurement, rate: float | None) -> tuple[float | None, str | None]:
     """Return the utilization of the peak at a rate of model FLOP/s per device, or why there is none."""
-    if measured.flops_per_sample is None:
-        return None, measured.flops_reason or "the model's FLOPs are unknown"
+    if measured.flops.per_sample is None:
+        return None, measured.flops.reason or "the model's FLOPs are unknown"
     if rate is None:
         return None, "no step finished"
     peak, reason = dense_peak(measured.device_name, measured.dtype)
@@ -118,9 +116,7 @@ def figures(job: Job, path: Path, segments: Sequence[Segment], ceiling: Ceiling 
                 step_seconds=of_last,
                 samples_per_step=training.layout.global_batch,
                 tokens_per_sample=training.data.tokens_per_sample,
-                flops_per_sample=training.flops.per_sample,
-                masked_flops_per_sample=training.flops.masked,
-                flops_reason=training.flops.reason,
+                flops=training.flops,
                 world_size=job.spec.world_size,
                 device_name=device_name(job),
                 dtype=dtype_of(job),

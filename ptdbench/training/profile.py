@@ -41,10 +41,10 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[s
     timed: float | None = gather(metrics and metrics.step_seconds and metrics.step_seconds.mean)[0]
     steps = _count(job.spec.config.profile.steps, timed)
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
-        taken = run(job, loop, steps)
+        recording = run(job, loop, steps)
         with job.watchdog.paused():
             path = Path(scratch) / "trace.json"
-            read = _read(taken, path, job.device.type)
+            read = _read(recording, path, job.device.type)
             ahead = traces.clock_ahead(job.world.rank, job.device)
             if job.spec.config.profile.trace:  # even if no phases can be read from it
                 traces.keep(job, lambda to: perfetto.compress(path, to, traces.facts(job)), ahead)
@@ -82,14 +82,14 @@ def run(
     """
     first = loop.done
     counted = first + (job.spec.virtual is None)
-    with closing(loop.feed), profiled(job.device, memory) as taken:
+    with closing(loop.feed), profiled(job.device, memory) as recording:
         for number in range(first, counted + steps):
             with record_function("warm-up" if number < counted else f"{trace.STEP}{number}"):
                 step(loop, number, between)
                 if job.device.type == "cuda":
                     torch.cuda.synchronize(job.device)  # so that the device's steps do not overlap
             job.watchdog.alive()
-    return taken
+    return recording
 
 
 def step(loop: StepLoop, number: int, between: Callable[[], None] = lambda: None) -> None:
@@ -103,10 +103,10 @@ def step(loop: StepLoop, number: int, between: Callable[[], None] = lambda: None
         loop.update(number)
 
 
-def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
+def _read(recording: profile, path: Path, device_type: str) -> trace.Trace | str:
     """Write and read the trace, or return why that failed: a full disk costs the phases, not the run."""
     try:
-        taken.export_chrome_trace(str(path))
+        recording.export_chrome_trace(str(path))
         events_of_rank = trace.read(path, device_type)
         if device_type != "cpu" and any(
             call.operation in events.POINT_TO_POINT and call.peer is None for call in events_of_rank.calls
@@ -193,8 +193,8 @@ def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
     with ExitStack() as labels:
         for owner, method, label in _LABELLED:
             labels.enter_context(labelled(owner, method, label))
-        taken = labels.enter_context(watching)
-        yield taken
+        recording = labels.enter_context(watching)
+        yield recording
         if on_gpu:
             torch.cuda.synchronize(device)
         else:  # in torch 2.11 gloo's threads notify DDP before the profiler, which must still be running then

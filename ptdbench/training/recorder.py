@@ -143,7 +143,7 @@ class Recorder:
 
         Called in all ranks, between two steps. ``if_quick``: return none if they would take too long.
         """
-        peaks = (of(self._job.device) for of in (memory.peak_bytes, memory.peak_reserved_bytes))
+        peaks = (read(self._job.device) for read in (memory.peak_bytes, memory.peak_reserved_bytes))
         outside, size = memory.outside_and_size(self._job.device)
         allocated, reserved, outside, negative = map(int, most(*peaks, outside, -size))
         segments = self.segments()

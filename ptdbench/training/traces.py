@@ -109,9 +109,9 @@ def _of_rank(job: Job, rank: int) -> Path:
 def _names(job: Job) -> list[str]:
     """Name each rank: ``rank 3, cpu, stages 1, 2``."""
     names = [f"rank {peer.rank}, {peer.device}" for peer in job.peers]
-    if (held := stages(job)) is None:
+    if (stages_of_ranks := stages(job)) is None:
         return names
-    stages_text = (f"stage{'s' * (len(of_rank) > 1)} {', '.join(map(str, of_rank))}" for of_rank in held)
+    stages_text = (f"stage{'s' * (len(of_rank) > 1)} {', '.join(map(str, of_rank))}" for of_rank in stages_of_ranks)
     return [f"{name}, {text}" for name, text in zip(names, stages_text, strict=True)]
 
 
@@ -120,9 +120,9 @@ def stages(job: Job) -> list[list[int]] | None:
     dims = job.training.layout.dims
     if dims.pipeline == 1:
         return None
-    where = job.training.strategy.stage_ranks(dims)
+    owners = job.training.strategy.stage_ranks(dims)
     return [
-        [number for number, place in enumerate(where) if place == dims.stage(rank)] for rank in range(job.world.size)
+        [number for number, place in enumerate(owners) if place == dims.stage(rank)] for rank in range(job.world.size)
     ]
 
 
@@ -182,15 +182,15 @@ def ready(calls: Sequence[CommCall], groups: dict[str, dist.ProcessGroup], ahead
     ``groups``: see :meth:`ptdbench.parallel.mesh.Mesh.groups`; ``ahead``: see :func:`clock_ahead`.
     """
     begins = [Ready(call.start) for call in calls]
-    of = [group_of(call, groups) for call in calls]
-    calls = [in_pipeline(call, groups[name]) if name == "pp" else call for call, name in zip(calls, of, strict=True)]
+    names = [group_of(call, groups) for call in calls]
+    calls = [in_pipeline(call, groups[name]) if name == "pp" else call for call, name in zip(calls, names, strict=True)]
     places: dict[str, dict[_Key, int]] = {}
     for name, group in groups.items():
-        in_group = [place for place, of_call in enumerate(of) if of_call == name]
+        in_group = [place for place, of_call in enumerate(names) if of_call == name]
         keys = _keys([calls[place] for place in in_group], dist.get_rank(group))
         places[name] = dict(zip(keys, in_group, strict=True))
     of_ranks: list[dict[str, dict[_Key, _Times]]] = gather(
-        {name: {key: _times(calls[at], ahead) for key, at in in_group.items()} for name, in_group in places.items()}
+        {name: {key: _times(calls[place], ahead) for key, place in keys.items()} for name, keys in places.items()}
     )
     for name, group in groups.items():
         ranks = dist.get_process_group_ranks(group)

@@ -55,7 +55,7 @@ def _of_rank(job: Job, loop: StepLoop) -> Virtual:
 
 
 def _write_log(job: Job, loop: StepLoop) -> None:
-    """Write a log of a step if one is asked for."""
+    """Write a log of a step if one was requested."""
     log = Log()
     if not log:
         return

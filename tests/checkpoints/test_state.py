@@ -14,8 +14,8 @@ from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.state import TrainingState
 from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
-from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.engine import Engine
+from ptdbench.parallel.setting import Setting
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from tests.parallel.ranks import mesh_of, on_ranks, pretended

@@ -45,7 +45,7 @@ def test_dataset_has_each_item_once_per_epoch():
 @pytest.mark.parametrize(("source", "rule"), [
     (object(), "has neither samples(start, stop) nor __len__ and __getitem__"),
     (Pairs(lambda k: (torch.zeros(3, len(k)), k)),
-     "its first dimension is not that of samples: 2 have a tensor of shape (3, 2)"),
+     "its first dimension does not count samples: 2 give a tensor of shape (3, 2)"),
     (Pairs(lambda k: (k, k, k)), "its samples have 3 parts, not inputs and targets"),
     (Pairs(lambda k: ("a", k)), "its samples have a str, not only tensors"),
     (Pairs(lambda k: (k.to("meta"), k)), "its samples have a tensor on meta, not the CPU"),

@@ -38,7 +38,7 @@ def test_inputs_are_what_the_model_takes(kind):
 
 
 def test_other_classes_are_refused():
-    with pytest.raises(ConfigError, match="is none whose inputs are derived: its forward takes self, hidden_states"):
+    with pytest.raises(ConfigError, match="whose inputs can be derived: its forward takes self, hidden_states"):
         choices.build(
             read(
                 "data=synthetic_inputs",

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ptdbench.models.foreign import Adapted, _grouped_flops, adapt, build
+from ptdbench.models.flops import _grouped_flops
+from ptdbench.models.foreign import Adapted, adapt, build
 from ptdbench.models.materialize import materialize, parameter_count
 from ptdbench.models.protocol import FlopsUnknown, Model
 from ptdbench.problems import ConfigError

@@ -74,7 +74,7 @@ def by_layout(layout: str, kind: str, precision: Name = "fp32") -> list[list[flo
     # Not what FSDP gathers, and frees before the backward pass, that of experts in the middle of a layer.
     assert all(tensor.untyped_storage().nbytes() for tensor in moved if tensor.numel())
     for routing in (part.routing for part in engine.parts if kind == "forced" and part.routing):
-        computed = torch.tensor(routing._taken).view(len(numbers), -1)
+        computed = torch.tensor(routing._loads).view(len(numbers), -1)
         assert (computed == computed[0]).all()  # whatever the first pass of a pipeline begins with
     if kind == "own router":
         assert engine.routed() == ({}, [])

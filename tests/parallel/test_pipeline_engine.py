@@ -52,7 +52,9 @@ def gradients_of_a_shared_weight() -> list[Tensor]:
     where = stages.StageSplit(names, [0, 1, 2, 0], names)
     stages.untie(model, tied, where)
     rank = dist.get_rank()
-    here = nn.ModuleDict({name: model.get_submodule(name) for number in where.of(rank) for name in names[number]})
+    here = nn.ModuleDict(
+        {name: model.get_submodule(name) for number in where.stages_of(rank) for name in names[number]}
+    )
     for number, copy in enumerate(here.parameters()):
         copy.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(3 * number + rank))
     shared = stages.find_shared(tied, here, where, dist.group.WORLD)

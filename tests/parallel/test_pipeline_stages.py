@@ -77,7 +77,7 @@ def test_gradients_that_go_back_are_contiguous():
 def test_a_cut_says_which_rank_has_what_and_what_repeats_nowhere():
     where = stages.split_stages(untied(), [0, 1, 0])
     assert [name for stage in where.stages for name in stage] == list(untied().parts())
-    assert (where.of(0), where.of(1)) == ([0, 2], [1])
+    assert (where.stages_of(0), where.stages_of(1)) == ([0, 2], [1])
     assert where.owner("embedding.token.weight") == 0
     assert where.owner("head.norm.bias") == 2
     assert stages.unrepeated(untied(), stages.split_stages(untied(), [0, 1])) == [["embedding"], ["head"]]

@@ -105,7 +105,7 @@ def test_a_rank_goes_on_with_buffers_of_its_own(shared_run, strategy):
     assert resumed["losses"] == whole["losses"]
     other = shared_run(*scaled, "parallel=single", "train.steps=4", f"resume={begun['directory']}")
     assert other["status"] == "ok", other["error"]
-    note = "; replica 0's buffers for all, as blocks.0.norm.kept, for one, differed between ranks"
+    note = "; replica 0's buffers for all, as some differed between ranks, such as blocks.0.norm.kept"
     assert other["remarks"]["resumed"].endswith(note)
 
 

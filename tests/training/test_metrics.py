@@ -7,13 +7,14 @@ import torch
 
 from ptdbench.measure.results import Ceiling
 from ptdbench.records.schema import Metrics
+from ptdbench.setup.training_spec import Flops
 from ptdbench.training import metrics as train_metrics
 from ptdbench.training.metrics import Measurement, metrics
 
 # Two ranks, the first step slow; the others take 2.0 s in all.
 MEASURED = Measurement(
-    step_seconds=[9.0, 0.5, 0.25, 0.25, 1.0], samples_per_step=16, tokens_per_sample=128, flops_per_sample=3e12,
-    flops_reason=None, world_size=2, device_name="NVIDIA A100-SXM4-80GB", dtype="bf16", warmup_steps=1,
+    step_seconds=[9.0, 0.5, 0.25, 0.25, 1.0], samples_per_step=16, tokens_per_sample=128, flops=Flops(3e12),
+    world_size=2, device_name="NVIDIA A100-SXM4-80GB", dtype="bf16", warmup_steps=1,
 )  # fmt: skip
 
 
@@ -32,11 +33,11 @@ def test_figures_by_hand():
 
 
 def test_mfu_by_half_of_attention_of_fp8_and_of_images():
-    results = figures(masked_flops_per_sample=1e12)
+    results = figures(flops=Flops(3e12, 1e12))
     assert (results.mfu, results.mfu_causal) == (pytest.approx(48 / 312), pytest.approx(32 / 312))
-    for unknown in (figures(), figures(flops_per_sample=None, masked_flops_per_sample=0.0)):
+    for unknown in (figures(), figures(flops=Flops(None, 0.0))):
         assert unknown.mfu_causal is None
-    without = figures(masked_flops_per_sample=0.0)
+    without = figures(flops=Flops(3e12, 0.0))
     assert without.mfu_causal == without.mfu
     results = figures(device_name="NVIDIA H200", dtype="fp8")
     assert results.mfu == pytest.approx(48 / 1978.9)
@@ -49,8 +50,8 @@ def test_mfu_by_half_of_attention_of_fp8_and_of_images():
     ({"device_name": "cpu"}, "CPU"),
     ({"device_name": "NVIDIA Unheard Of"}, "NVIDIA Unheard Of"),
     ({"dtype": "fp64"}, "fp64"),
-    ({"flops_per_sample": None, "flops_reason": "a model of one's own"}, "a model of one's own"),
-    ({"flops_per_sample": None}, "FLOPs are unknown"),
+    ({"flops": Flops(reason="a model of one's own")}, "a model of one's own"),
+    ({"flops": Flops()}, "FLOPs are unknown"),
     ({"step_seconds": []}, "no step"),
 ])  # fmt: skip
 def test_mfu_is_null_with_its_reason(change, reason):
@@ -86,4 +87,4 @@ def test_the_share_of_the_ceiling_by_hand():
 
     assert related(ceiling=ceiling) == (240e12, pytest.approx(48 / 240))  # 48 TFLOP/s on each device
     assert related(ceiling=None) == (None, None)
-    assert related(flops_per_sample=None, ceiling=ceiling) == (240e12, None)
+    assert related(flops=Flops(), ceiling=ceiling) == (240e12, None)

@@ -1,7 +1,6 @@
 from torch import nn
 
-from ptdbench.models.protocol import Role
-from ptdbench.parallel.roles import roles_of
+from ptdbench.models.protocol import Role, roles_of
 from tests.models.assembled import assembled
 from tests.parallel.made import refused
 
