@@ -1,7 +1,7 @@
 """``python train.py`` and ``ptdbench train``: what is checked before anything starts, and what is printed at the end.
 
-Nothing here imports torch before the command line has been parsed, so that ``--help`` and misspelled options are
-answered at once.
+Nothing here imports torch or NumPy before the command line has been composed, so that ``--help`` and misspelled
+options are answered at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, store
 from ptdbench.records.record import DONE
 from ptdbench.records.run_record import RunRecord
-from ptdbench.report import table, virtual
 from ptdbench.run import followers
 from ptdbench.setup import commandline, compose, hydra_options, hydra_output, resume
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.runs import Run
-from ptdbench.sweep import blocks
 from ptdbench.terminal import echo, plural, transient
 
 if TYPE_CHECKING:
@@ -79,7 +77,7 @@ def execute(arguments: argparse.Namespace) -> Ended:
         Stopped: A signal asked this process to stop.
     """
     source = compose.source(arguments)
-    if arguments.hydra_help or arguments.shell_completion:
+    if arguments.hydra_help or arguments.shell_completion or (arguments.help and not arguments.overrides):
         return hydra_output.shown_by_hydra(arguments, source.conf), None
     search_path.add_current()
     world = discover(os.environ)
@@ -94,6 +92,8 @@ def execute(arguments: argparse.Namespace) -> Ended:
         if arguments.cfg:
             return hydra_output.show_configs(arguments, composed), None
         return hydra_output.shown_by_hydra(arguments, source.conf), None
+    from ptdbench.sweep import blocks
+
     hydra_options.check(composed, world, line.goes_on)
     blocks.check(composed, line.goes_on)
     cluster = composed.configs[0].cluster  # the same for all jobs, except for their shape
@@ -167,6 +167,7 @@ def plan(arguments: argparse.Namespace) -> int:
     """
     from ptdbench import files
     from ptdbench.planning import anchors, plans
+    from ptdbench.report import table, virtual
 
     search_path.add_current()
     overrides = arguments.overrides
@@ -344,6 +345,8 @@ def prepare_ranks(configs: Sequence[Config]) -> None:
 
 def _print_results(directory: Path, requested: int) -> list[RunRecord]:
     """Print the table of results, and how to resume if fewer runs than ``requested`` ended; return the records."""
+    from ptdbench.report import table
+
     records = table.show_results(directory)
     if sum(record.status in DONE for record in records) < requested and _needs_resume_hint(directory, records):
         started = records[0].start_command if records else ""
