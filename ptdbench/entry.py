@@ -24,7 +24,7 @@ from ptdbench.records.run_record import RunRecord
 from ptdbench.run import followers
 from ptdbench.setup import commandline, compose, hydra_options, hydra_output, resume
 from ptdbench.setup.config import Config, Slurm
-from ptdbench.setup.runs import Run
+from ptdbench.setup.runs import Run, Shape
 from ptdbench.terminal import echo, plural, transient
 
 if TYPE_CHECKING:
@@ -155,8 +155,7 @@ def find_micro_batch(directory: Path, shape: str, command: Sequence[str]) -> int
 
     search_path.add_current()
     nodes, ranks, gpus = map(int, shape.split("x"))
-    steps = slurm.JobSteps(World(0, nodes * ranks, 0, ranks, "SLURM", nodes=nodes), gpus, command)
-    return int(not door.find_micro_batch(directory, steps))
+    return int(not door.find_micro_batch(directory, Shape(nodes, ranks, gpus, None), command))
 
 
 def plan(arguments: argparse.Namespace) -> int:

@@ -29,12 +29,7 @@ def size_text(size: int) -> str:
 
 def memory_text(size: int) -> str:
     """Format bytes of memory in GiB, below 1 GiB in MiB: ``1288490188`` becomes ``1.2 GiB``."""
-    return gib_text(size) if abs(size) >= 2**30 else f"{size / 2**20:.0f} MiB"
-
-
-def gib_text(size: int) -> str:
-    """Format bytes in GiB: ``1288490188`` becomes ``1.2 GiB``."""
-    return f"{size / 2**30:,.1f} GiB"
+    return f"{size / 2**30:,.1f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def bytes_text(size: float) -> str:

@@ -104,12 +104,12 @@ def _ranks(text: str, size: int) -> list[int]:
 def _list(program: Sequence[str]) -> int:
     from ptdbench.report.text import drawn
     from ptdbench.setup import gpus
-    from ptdbench.units import gib_text
+    from ptdbench.units import memory_text
 
     if program:
         require(Problem("GPU", "(none)", "there is no GPU for the program", f"try one of {', '.join(gpus.names())}"))
     rows = [
-        (name, gpu.name, gib_text(gpu.memory), gpu.source) for name, gpu in ((n, gpus.load(n)) for n in gpus.names())
+        (name, gpu.name, memory_text(gpu.memory), gpu.source) for name, gpu in ((n, gpus.load(n)) for n in gpus.names())
     ]
     words = ["GPU", "as torch names it", "memory", "sources"]
     echo(drawn(words, rows, width(), words=words))

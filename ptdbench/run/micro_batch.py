@@ -7,9 +7,8 @@ whichever was out of memory, and none of them decides anything.
 import math
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from msgspec import to_builtins
 from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
 from ptdbench.launch import local
-from ptdbench.launch.slurm import JobSteps
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.planning.search import Search
 from ptdbench.planning.tries import (
@@ -42,8 +40,9 @@ from ptdbench.run import ending
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.run_spec import RunSpec
+from ptdbench.setup.runs import Shape
 from ptdbench.terminal import echo
-from ptdbench.units import gib_text
+from ptdbench.units import memory_text
 
 #: How far beyond the largest try a line is trusted, as a factor: resident memory is not an exact figure.
 _STRIDE = 64
@@ -69,15 +68,15 @@ class Broken(RuntimeError):
     """A try failed for a reason other than memory, and so would the run."""
 
 
-def find(config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | None, carry_out: Execute) -> bool:
+def find(config: Config, attempt: Attempt, heading: Heading, carry_out: Execute, shape: Shape | None = None) -> bool:
     """Find the micro-batch of a run, and record it with the run's layout; the ranks take both from the record.
 
     Args:
         config: The run's configuration.
         attempt: The start of the run, which has claimed its record.
         heading: The heading of its display.
-        steps: How to start ranks, if a job's batch script searches; ``None`` if they are started on this machine.
-        carry_out: Executes a try on this machine.
+        carry_out: Executes a try.
+        shape: That of the job whose batch script searches; ``None`` if this machine executes the tries.
 
     Returns:
         Whether there is one; if not, the run has failed, and its record says why.
@@ -89,8 +88,7 @@ def find(config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | N
     def note(fields: Mapping[str, Any]) -> None:
         attempt.amend(lambda written: written | {"micro_batch": fields}, durable=False)
 
-    start = partial(_in_step, steps) if steps else carry_out
-    finder = Finder(attempt.directory, config, heading, start, note, steps)
+    finder = Finder(attempt.directory, config, heading, carry_out, note, shape)
     earlier = store.read_record(attempt.directory).micro_batch.found
     try:
         fields = (finder.given(earlier) if earlier else None) or finder.find()
@@ -106,10 +104,12 @@ def find(config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | N
     return True
 
 
-def _in_step(steps: JobSteps, directory: Path) -> None:
+def in_step(command: Sequence[str], directory: Path) -> None:
     """Execute a run as a step of the job; if the step ends without a result, record that as the failure."""
     echo(str(display.heading(store.read_record(directory))), sys.stderr)
-    status = steps.start(directory)
+    status, stopped = local.attended([*command, str(directory)])
+    if stopped:
+        raise local.Stopped(stopped)
     written = store.load_record(directory)
     if record.is_open(written):
         cause = failure.of_launcher("Gone", f"its step ended with exit status {status} and without a result")
@@ -125,8 +125,7 @@ class Finder:
     heading: Heading  #: The heading of its display.
     carry_out: Execute  #: Executes a try.
     note: Callable[[dict[str, Any]], None]  #: Updates the record's field ``micro_batch`` after each try.
-    #: How to start ranks, if a job's batch script searches; ``None`` if they are started on this machine.
-    steps: JobSteps | None = None
+    shape: Shape | None = None  #: That of the job whose batch script searches; ``None`` on this machine.
     _rates: dict[int, list[float]] = field(default_factory=dict)
     _step_seconds: float = 0.0  #: Of a whole step of the largest micro-batch that fits; 0 if unknown.
 
@@ -150,8 +149,8 @@ class Finder:
         largest = search.largest()
         if largest is None:
             smallest = next(one for one in search.tries if one.micro_batch == candidates[0])
-            needs = "" if smallest.needed_bytes is None else f": it needs {gib_text(smallest.needed_bytes)}"
-            room = "a GPU" if search.room == _UNKNOWN else gib_text(search.room)
+            needs = "" if smallest.needed_bytes is None else f": it needs {memory_text(smallest.needed_bytes)}"
+            room = "a GPU" if search.room == _UNKNOWN else memory_text(search.room)
             raise MemoryError(f"not even micro-batch {candidates[0]} fits into {room}{needs}")
         if self.config.train.micro_batch == "best":
             largest = self._fastest(search.fitting())
@@ -165,9 +164,9 @@ class Finder:
         return self._with(micro_batch) if micro_batch in self._layouts else None
 
     def _specify(self) -> RunSpec:
-        if self.steps is None:
+        if self.shape is None:
             return run_spec.specify(self.config, None)
-        return run_spec.specify(self.config, self.steps.world, self.steps.gpus)
+        return run_spec.specify(self.config, self.shape.world, self.shape.gpus_per_node)
 
     def _with(self, micro_batch: int) -> dict[str, Any]:
         return self._summary(self._layouts[micro_batch]) | {"micro_batch": self._field(micro_batch)}
@@ -181,13 +180,13 @@ class Finder:
         return {"asked": asked, "found": found, "room_bytes": None if room == _UNKNOWN else room, "tries": tries}
 
     def _summary(self, layout: BatchPlan) -> dict[str, Any]:
-        return {**self._spec.summary.fields, "layout": layout.as_dict()}
+        return {**self._spec.summary, "layout": layout.as_dict()}
 
     def _room(self, metrics: Metrics | None) -> int:
         """Return the bytes available to the run: of this host, or of a GPU, whose size the first try reports."""
         general, cluster = self.config.general, self.config.cluster
         if self._spec.device_type == "cpu":
-            of_job = checks.in_job(cluster, self._ranks_here) if self.steps and isinstance(cluster, Slurm) else None
+            of_job = checks.in_job(cluster, self._ranks_here) if self.shape and isinstance(cluster, Slurm) else None
             here = checks.on_host(self._ranks_here, general.memory_reserve or 0.0, running=False).size
             return min(here, of_job.size) if of_job else here
         if self._spec.virtual:
@@ -198,7 +197,7 @@ class Finder:
 
     @property
     def _ranks_here(self) -> int:
-        return self.steps.world.local_size if self.steps else self._spec.world_size
+        return self.shape.ranks_per_node if self.shape else self._spec.world_size
 
     def _needed(self, micro_batch: int, metrics: Metrics) -> int | None:
         """Return the bytes that a run would take: all ranks of this host together, or the GPU of the largest rank."""

@@ -7,7 +7,7 @@ from ptdbench.launch import settings
 from ptdbench.launch.world import World
 from ptdbench.planning.tries import with_found_micro_batch
 from ptdbench.problems import ConfigError
-from ptdbench.records import failure, ledger, ownership, record, store
+from ptdbench.records import failure, ownership, record, store
 from ptdbench.run import door
 from ptdbench.setup import run_spec
 from ptdbench.setup.config import of_record
@@ -34,8 +34,7 @@ def reopen(directory: Path, world: World | None) -> bool:
     refused = None
     try:
         with settings.added(variables):
-            summary = run_spec.summarize(with_found_micro_batch(config, earlier), world)
-        draft |= summary.fields
+            draft |= run_spec.summarize(with_found_micro_batch(config, earlier), world)
     except ConfigError as error:
         refused = error
         draft = record.failed(draft, failure.describe(error, rank=-1))
@@ -44,6 +43,6 @@ def reopen(directory: Path, world: World | None) -> bool:
     except ConfigError as held:
         echo(str(held), sys.stderr)
         raise SystemExit(1) from None
-    if refused and (sweep := ledger.sweep_of(directory)):
-        door.add_result(sweep, directory)
+    if refused:
+        door.add_result(directory)
     return refused is None

@@ -160,11 +160,6 @@ class Composed:
         """The output directory that the command line asks for."""
         return Path(self.hydra.sweep.dir if self.is_sweep else self.hydra.run.dir).expanduser()
 
-    @property
-    def subdirectories(self) -> str:
-        """The template of the runs' directories below that of their sweep, with interpolations."""
-        return str(self.hydra.sweep._get_node("subdir")._value())
-
     def sweep(self, instead: Sequence[str] = ()) -> DictConfig:
         """Return Hydra's configuration of the whole sweep, whose overrides include the lists of values.
 

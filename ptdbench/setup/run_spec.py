@@ -1,7 +1,7 @@
 """Specification of a run: every object that its configuration names, built and checked against the others.
 
 Specifying a run starts no process and writes nothing. The process that opens a run does it once, to find all problems
-before anything happens, and keeps a :class:`Summary` in the record; the ranks :func:`build` it from there.
+before anything happens, and keeps a summary in the record; the ranks :func:`build` it from there.
 """
 
 import gc
@@ -29,15 +29,6 @@ from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.terminal import command, plural
 from ptdbench.virtual.machine import MOST_GPUS, Machine
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A cheap summary of a specified run."""
-
-    world_size: int  #: Number of ranks.
-    trains: bool  #: Whether it trains, so that its data must be prepared.
-    fields: Mapping[str, Any]  #: Fields to add to its record.
 
 
 @dataclass(frozen=True)
@@ -74,8 +65,8 @@ class RunSpec:
         return world.local_size if world else self.world_size
 
     @property
-    def summary(self) -> Summary:
-        """The summary for a process that is not itself a rank."""
+    def summary(self) -> dict[str, Any]:
+        """The fields of the record that the specification determines; with a ``layout`` if the run trains."""
         fields: dict[str, Any] = {"world_size": self.world_size, **({"kind": "virtual"} if self.virtual else {})}
         if (training := self.training) is None:
             fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision", "kernels"))
@@ -83,7 +74,7 @@ class RunSpec:
             layout, tokens = training.layout.as_dict(), training.data.tokens_per_sample
             parameters = parameter_count(module_of(training.model))
             fields |= {"parameters": parameters, "tokens_per_sample": tokens, "layout": layout}
-        return Summary(self.world_size, trains=training is not None, fields=fields)
+        return fields
 
     def device(self, local_rank: int) -> torch.device:
         """Return the device of a rank: the GPU with its number, or the only one that its launcher lets it see."""
@@ -115,7 +106,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     world_size = partial(_world_size, config, world, available=available, is_virtual=virtual is not None)
     for part in ("general", "cluster", "checkpoint", "profile", "sweep"):
         found.catch(getattr, config, part)
-    found.catch(lambda: require(*_without_gpus(config, world, gpus)))
+    found.catch(lambda: require(*_contradictions(config, world, gpus, virtual is not None)))
     found.catch(checks.check_precision, config.resolved.get("precision"), device_type)
     if virtual:
         precision = config.resolved.get("precision")
@@ -123,13 +114,11 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         found.catch(checks.check_kernels, config.call("virtual").name, virtual.capability)
     workload = found.catch(choices.build, config, "workload")
     trains = workload is not None and workload.trains
-    found.catch(lambda: require(*_in_vain(config)))
     found.catch(_check_logger, config, trains)
     on_gpu = device_type == "cuda"
     nodes = _nodes(config, world)
     trained = found.catch(training_spec.specify, config, world_size, nodes=nodes, on_gpu=on_gpu) if trains else None
     size = trained.layout.dims.world_size if trained else found.catch(world_size, lambda available: available)
-    found.catch(lambda: require(*_unfit_for_search(config, world, virtual)))
     if virtual and size:
         found.catch(virtual.check_ranks, size)
     backend = _backend(config, device_type)
@@ -164,7 +153,7 @@ def place(config: Config, size: int) -> Place:
     return Place(nodes, machine.ranks and sorted(machine.ranks), machine.environment(size // nodes))
 
 
-def summarize(config: Config, world: World | None, gpus: int | None = None) -> Summary:
+def summarize(config: Config, world: World | None, gpus: int | None = None) -> dict[str, Any]:
     """Specify a run, and keep only its summary; arguments and errors are those of :func:`specify`.
 
     The run is refused if its training state cannot fit into memory. A model without ``reset`` is built whole in host
@@ -247,9 +236,12 @@ def _backend(config: Config, device_type: str) -> str:
     return {"cpu": "gloo", "cuda": "nccl"}[device_type] if chosen == "auto" else chosen
 
 
-def _without_gpus(config: Config, world: World | None, gpus: int) -> Iterator[Problem]:
-    general, device_type, ranks = config.general, _device_type(config, gpus), config.cluster.ranks_per_node
+def _contradictions(config: Config, world: World | None, gpus: int, is_virtual: bool) -> Iterator[Problem]:
+    """Yield options that contradict each other, this machine's GPUs, or the launcher of the ranks."""
+    general, cluster, wanted = config.general, config.cluster, config.train.micro_batch
+    device_type, ranks, launcher = _device_type(config, gpus), cluster.ranks_per_node, world.launcher if world else ""
     shared = gpus == 1 and bool(world or general.backend == "gloo")  # a launcher's ranks have agreed on their devices
+    requeues = isinstance(cluster, Slurm) and cluster.requeue
     return broken([
         (general.device == "cuda" and gpus == 0, "device", "cuda", "this machine has no GPU that torch can use",
          "try auto, cpu"),
@@ -257,18 +249,16 @@ def _without_gpus(config: Config, world: World | None, gpus: int) -> Iterator[Pr
          "NCCL moves data between GPUs, and the ranks of this run have none", "try auto, gloo"),
         (device_type == "cuda" and ranks != "auto" and ranks > gpus and not shared, "cluster.ranks_per_node", ranks,
          f"must not exceed the number of GPUs, {gpus}: one rank, one GPU", f"try auto, {gpus}, or device=cpu"),
-    ])  # fmt: skip
-
-
-def _in_vain(config: Config) -> Iterator[Problem]:
-    cluster, general = config.cluster, config.general
-    requeues = isinstance(cluster, Slurm) and cluster.requeue
-    return broken([
         (requeues and config.checkpoint.every_steps is None, "cluster.requeue", True,
          "a requeued run continues from its last checkpoint, and this one saves none", "give checkpoint.every_steps"),
         (general.objective != "throughput" and config.eval.every is None, "objective", general.objective,
          "is measured on held-out samples, and eval.every=null never evaluates",
          f"try eval.every={config.train.steps}"),
+        (wanted == "best" and is_virtual, "train.micro_batch", wanted,
+         "is found by timing runs, and virtual GPUs take no time", "try max"),
+        (wanted in ("max", "best") and launcher in LAUNCHERS, "train.micro_batch", wanted,
+         f"is found by short runs, each with fresh ranks, and {launcher} has started these once",
+         f"start it with plain python or cluster=slurm, or give the number that {command('plan')} finds"),
     ])  # fmt: skip
 
 
@@ -282,18 +272,6 @@ def _check_logger(config: Config, trains: bool) -> None:
             (importlib.util.find_spec(package) is None, "logger", name,
              f"needs the package {package}, which is not installed", f"try pip install 'ptdbench[{package}]'"),
         ]))  # fmt: skip
-
-
-def _unfit_for_search(config: Config, world: World | None, virtual: Machine | None) -> Iterator[Problem]:
-    """Yield a search for the micro-batch under a launcher, which starts ranks only once, or by times there are not."""
-    wanted, launcher = config.train.micro_batch, world.launcher if world else ""
-    remedy = f"start it with plain python or cluster=slurm, or give the number that {command('plan')} finds"
-    return broken([
-        (wanted == "best" and virtual is not None, "train.micro_batch", wanted,
-         "is found by timing runs, and virtual GPUs take no time", "try max"),
-        (wanted in ("max", "best") and launcher in LAUNCHERS, "train.micro_batch", wanted,
-         f"is found by short runs, each with fresh ranks, and {launcher} has started these once", remedy),
-    ])  # fmt: skip
 
 
 def _unclassified(config: Config, training: TrainingSpec) -> Iterator[Problem]:
@@ -372,15 +350,15 @@ def change_of_shape(checkpoint: Manifest, world_size: int, layout: Mapping[str, 
     return f"{_shape_described(world_size, layout)} instead of {_shape_described(checkpoint.world_size, was)}"
 
 
-def require_same_shape(directory: Path, summary: Summary, allowed: bool) -> None:
+def require_same_shape(directory: Path, summary: Mapping[str, Any], allowed: bool) -> None:
     """Raise ConfigError for a run that would resume in place with another shape, unless that is ``allowed``.
 
     Any layout can load a checkpoint, but not always the random generators of each single rank. The numbers may
     therefore differ from then on, and times are no longer comparable.
     """
-    if allowed or not summary.trains or (found := checkpoint_dir.latest_manifest(directory)) is None:
+    if allowed or "layout" not in summary or (found := checkpoint_dir.latest_manifest(directory)) is None:
         return
-    if changed := change_of_shape(found, summary.world_size, summary.fields["layout"]):
+    if changed := change_of_shape(found, summary["world_size"], summary["layout"]):
         rule = f"{directory} would continue with {changed}, which may change its numbers"
         remedy = "start it as before, set reshape=true, or add options to start a new run from it"
         require(Problem("reshape", False, rule, remedy))

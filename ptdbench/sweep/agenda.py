@@ -61,7 +61,7 @@ class SweepEta:
 def draft(run: Run, directory: Path) -> Draft:
     """Return the record of a run before its start, with its summary and the variables of its environment."""
     written = record.begin(run.config.resolved, directory, {}, run.overrides)
-    written |= {"variables": dict(run.environment), **(run.summary.fields if run.summary else {})}
+    written |= {"variables": dict(run.environment), **(run.summary or {})}
     return record.failed(written, failure.describe(run.refused, rank=-1)) if run.refused else written
 
 

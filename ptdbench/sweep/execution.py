@@ -120,10 +120,6 @@ class _BySlurm:
             self._told = watch.follow(self._agenda.directory, self._told)
 
 
-class NoObjective(Exception):
-    """A run of a search has no value of the objective."""
-
-
 def search(agenda: Agenda, composed: Composed) -> None:
     """Let the sweeper choose runs until it is done: execute each batch, and report the objectives to the sweeper.
 
@@ -172,5 +168,5 @@ def _outcome(agenda: Agenda, number: int) -> JobReturn:
     wanted = ended.option("objective", str)
     if (value := record.objective_value(ended, wanted)) is not None:
         return JobReturn(words, status=JobStatus.COMPLETED, _return_value=value)
-    error = NoObjective(f"{directory.name}: {ended.status}, so that it has no {wanted}")
+    error = ValueError(f"{directory.name}: {ended.status}, so that it has no {wanted}")
     return JobReturn(words, status=JobStatus.FAILED, _return_value=error)

@@ -114,7 +114,7 @@ def _specified(read: Config, shape: Shape | None, world: World | None, goes_on: 
     try:
         _check_model(read, goes_on)
         summary = run_spec.summarize(read, shape.world if shape else world, shape.gpus_per_node if shape else None)
-        if summary.trains:
+        if "layout" in summary:  # it trains
             _check_beginning(read, goes_on)
     except ConfigError as error:
         return {"refused": error}

@@ -1,13 +1,12 @@
 """``train.micro_batch=max`` and ``best``: by runs that are made up here, and on real ranks."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.world import World
 from ptdbench.measure import memory
 from ptdbench.planning.tries import try_options, with_found_micro_batch
@@ -19,6 +18,7 @@ from ptdbench.run.door import find_micro_batch
 from ptdbench.run.micro_batch import Broken, Finder
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.config import Config
+from ptdbench.setup.runs import Shape
 from tests.conftest import composed, read
 from tests.report.made import made
 from tests.shared_ranks import carry_out
@@ -59,8 +59,8 @@ def size_of(fields: Mapping[str, Any]) -> int:
     return fields["micro_batch"]["found"]
 
 
-def idle(directory: Path, asked: Config, steps: JobSteps | None = None) -> Finder:
-    return Finder(directory, asked, Heading("toy"), lambda *_: None, lambda _: None, steps)
+def idle(directory: Path, asked: Config, shape: Shape | None = None) -> Finder:
+    return Finder(directory, asked, Heading("toy"), lambda *_: None, lambda _: None, shape)
 
 
 def of_memory(mib: Callable[[int], int]) -> Callable[[int, int], dict[str, Any]]:
@@ -190,16 +190,16 @@ def test_ranks_of_a_job_go_on_with_what_its_script_has_found():
     assert with_found_micro_batch(typed, made({"micro_batch": {"found": 4}})) is typed
 
 
-def of_job(directory: Path, command: Sequence[str], *words: str) -> JobSteps:
-    """The steps of a job of two nodes, and the record of its run as it was submitted."""
+def of_job(directory: Path, *words: str) -> Shape:
+    """The shape of a job of two nodes, and the record of its run as it was submitted."""
     asked = read(*TOY, "cluster=slurm", "cluster.nodes=2", *words)
     store.write_record(directory, record.begin(asked.resolved, directory, {}))
-    return JobSteps(World(0, 4, 0, 2, "SLURM", nodes=2), 0, command)
+    return Shape(2, 2, 0, None)
 
 
 def test_in_a_job_the_ranks_of_a_node_share_what_the_job_has_of_it(tmp_path, room):
-    steps = of_job(tmp_path, [], "cluster.mem_gb=0.5", "train.micro_batch=max")
-    finder = idle(tmp_path, config.of_record(store.load_record(tmp_path)), steps)
+    shape = of_job(tmp_path, "cluster.mem_gb=0.5", "train.micro_batch=max")
+    finder = idle(tmp_path, config.of_record(store.load_record(tmp_path)), shape)
     assert finder.given(4)
     assert finder._room(None) == 512 * MIB
     assert finder._needed(4, Metrics(peak_memory_bytes=5 * MIB)) == 10 * MIB
@@ -213,8 +213,8 @@ def test_what_nccl_takes_beside_the_allocator_counts_on_virtual_gpus(tmp_path):
 
 
 def test_a_step_without_a_word_and_a_job_that_queues_again(tmp_path):
-    steps = of_job(tmp_path, ["sh", "-c", "exit 3"], "train.micro_batch=max")
-    assert not find_micro_batch(tmp_path, steps)
+    shape = of_job(tmp_path, "train.micro_batch=max")
+    assert not find_micro_batch(tmp_path, shape, ["sh", "-c", "exit 3"])
     written = store.load_record(tmp_path)
     assert (written["status"], written["error"]["type"]) == ("failed", "Broken")
     assert "failed: Gone: its step ended with exit status 3 and without a result" in written["error"]["message"]
