@@ -69,7 +69,7 @@ def check_capability(precision: object, name: str, capability: tuple[int, int]) 
 def check_kernels(choice: str, capability: tuple[int, int]) -> None:
     """Raise ConfigError for a virtual GPU of a compute capability that torch's build for CUDA has no kernels for."""
     architectures = torch.cuda.get_arch_list() if torch.version.cuda else []
-    if not architectures or any(_runs(one, capability) for one in architectures):
+    if not architectures or any(_runs(architecture, capability) for architecture in architectures):
         return
     rule = f"torch {torch.__version__} has no kernels for compute capability {capability[0]}.{capability[1]}, only for "
     rule += ", ".join(architectures)

@@ -82,9 +82,9 @@ class Source:
     def open(self) -> Iterator[None]:
         """Let Hydra read the source within the context; raises ConfigError if a folder is missing."""
         with initialize_config_dir(version_base="1.3", config_dir=str(self.conf.resolve()), job_name="train"):
-            for flag, given in (("--config-path", self.conf), ("--config-dir", self.extra)):
-                if given is not None and not (folder := Path(given).resolve()).is_dir():
-                    raise ConfigError([Problem(flag, given, f"there is no such folder (it would be {folder})")])
+            for flag, path in (("--config-path", self.conf), ("--config-dir", self.extra)):
+                if path is not None and not (folder := Path(path).resolve()).is_dir():
+                    raise ConfigError([Problem(flag, path, f"there is no such folder (it would be {folder})")])
             if self.extra is not None:
                 search_in(Path(self.extra).resolve())
             _set_sweepers()
@@ -267,7 +267,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     """Parse the overrides as Hydra does; raises ConfigError with those that it cannot parse."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed: list[Override] = []
-    found = []
+    unreadable = []
     for override in overrides:
         try:
             parsed += parser.parse_overrides([override])
@@ -280,14 +280,14 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             remedy = f"as text it is {in_shell(name, quoted(value))}" if is_text else ""
             if plain(override) != override:
                 remedy = "type it in UTF-8, without control characters"
-            found.append(Problem(name, value if equals else "(no value)", rule, remedy))
-    require(*found)
+            unreadable.append(Problem(name, value if equals else "(no value)", rule, remedy))
+    require(*unreadable)
     return parsed
 
 
 def _values(overrides: Sequence[Override]) -> list[list[str]]:
     """List each option with each of its values, or with the ends of a range; of an option given twice, the last."""
-    found = {}
+    by_name = {}
     for override in overrides:
         name, value = override.get_key_element(), override.value()
         if isinstance(value, IntervalSweep):
@@ -297,8 +297,8 @@ def _values(overrides: Sequence[Override]) -> list[list[str]]:
             values = [*override.sweep_string_iterator()]
         else:
             values = [override.get_value_element_as_str()]
-        found[name] = [f"{name}={value}" for value in values]
-    return [*found.values()]
+        by_name[name] = [f"{name}={value}" for value in values]
+    return [*by_name.values()]
 
 
 def _jobs(overrides: Sequence[Override]) -> list[list[str]]:
@@ -325,8 +325,8 @@ def _expanded(
     """Compose jobs, each for every combination of the lists that its own files define."""
     alike: dict[tuple[str, ...], list[tuple[list[str], DictConfig]]] = {}
     for job in jobs:
-        whole, given = composed(job), set(map(option, job))
-        lists = tuple(line for line in _lists(whole) if option(line) not in given)
+        whole, typed = composed(job), set(map(option, job))
+        lists = tuple(line for line in _lists(whole) if option(line) not in typed)
         alike.setdefault(lists, []).append((job, whole))
     for lists, runs in alike.items():
         if not lists:
@@ -388,7 +388,7 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
         return [Problem("--config-name", config_name, "there is no such file in the configuration folders", remedy)]
     failed: list[tuple[Override, str, Exception]] = []
     sound = [_line(override) for override in overrides if override.key_or_group == "hydra.searchpath"]
-    for override in sorted(overrides, key=lambda one: not _is_group(one.key_or_group)):  # a choice has options
+    for override in sorted(overrides, key=lambda typed: not _is_group(typed.key_or_group)):  # a choice has options
         words = _values([override])[0] or [_line(override)]
         for word in words if _is_group(override.key_or_group) else words[:1]:
             try:
@@ -397,8 +397,8 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
                 failed.append((override, word, refused))
             else:
                 sound += [word] * (len(words) == 1)
-    found = [_problem(config_name, override, word, sound, refused) for override, word, refused in failed]
-    return found or [Problem("command line", " ".join(map(_line, overrides)), _reason(error))]
+    problems = [_problem(config_name, override, word, sound, refused) for override, word, refused in failed]
+    return problems or [Problem("command line", " ".join(map(_line, overrides)), _reason(error))]
 
 
 def _problem(config_name: str, override: Override, word: str, sound: Sequence[str], refused: Exception) -> Problem:
@@ -433,11 +433,11 @@ def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
 
 def _reason(error: Exception) -> str:
     """Return Hydra's message with its suggestion or its cause, but without its lists of everything available."""
-    said, *more = str(error).strip().splitlines() or [type(error).__name__]
+    message, *more = str(error).strip().splitlines() or [type(error).__name__]
     if more and more[0].startswith(("Did you mean", "To append")):
-        return f"{said} {more[0]}"
+        return f"{message} {more[0]}"
     cause = first_line(error.__cause__) if error.__cause__ else ""
-    return f"{said}: {cause}" if cause else said
+    return f"{message}: {cause}" if cause else message
 
 
 def _choices(group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:

@@ -363,6 +363,6 @@ def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> T:
     """Return the options as an object of ``schema``; raises ConfigError if names, types or ranges are wrong."""
-    if found := signature.problems(schema, options, group=group):
-        raise ConfigError(found).under(group) if group else ConfigError(found)
+    if problems := signature.problems(schema, options, group=group):
+        raise ConfigError(problems).under(group) if group else ConfigError(problems)
     return schema(**options)

@@ -130,7 +130,7 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
 def _given_twice(composed: Composed) -> Iterator[Problem]:
     """Refuse resources outside the group ``cluster``, with the option there if it has the same name."""
     rule = "the resources of a job are set in the group cluster only"
-    alike = {one.name for one in fields(Slurm)} - {"name"}
+    alike = {field.name for field in fields(Slurm)} - {"name"}
     for full, value in _of_launcher(composed).items():
         if (name := full.removeprefix("hydra.launcher.")) not in OPTIONS:
             same = f"try {in_shell(f'cluster.{name}', value)}" if name in alike else ""
@@ -142,9 +142,9 @@ def _of_launcher(composed: Composed) -> dict[str, str]:
     plugin = ConfigStore.instance().load(f"{LAUNCHER}/{composed.launcher}.yaml").node
     default: Any = OmegaConf.to_container(plugin, resolve=False)
     ours: Any = OmegaConf.to_container(composed.hydra.launcher, resolve=False)
-    own = {f"hydra.launcher.{name}": as_typed(value) for name, value in ours.items() if value != default.get(name)}
-    own |= values(composed.hydras)
-    return {name: value for name, value in own.items() if name.startswith("hydra.launcher.")}
+    options = {f"hydra.launcher.{name}": as_typed(value) for name, value in ours.items() if value != default.get(name)}
+    options |= values(composed.hydras)
+    return {name: value for name, value in options.items() if name.startswith("hydra.launcher.")}
 
 
 def _unfit_for_search(composed: Composed, goes_on: Path | None) -> Iterator[Problem]:

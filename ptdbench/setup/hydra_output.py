@@ -103,17 +103,17 @@ def _shown(job: Any, arguments: argparse.Namespace) -> str:
             with read_write(job.hydra), open_dict(job.hydra):  # templates of the help, which is printed elsewhere
                 del job.hydra["hydra_help"], job.hydra["help"]
         package = None if arguments.package == "_global_" else arguments.package
-        found = job if package is None else OmegaConf.select(job, package)
-        if found is None:
+        part = job if package is None else OmegaConf.select(job, package)
+        if part is None:
             raise ConfigError([Problem("--package", package, "is no part of the configuration")])
-        if not isinstance(found, Container):
-            return str(found)
+        if not isinstance(part, Container):
+            return str(part)
         if arguments.resolve:
             try:
-                OmegaConf.resolve(found)
+                OmegaConf.resolve(part)
             except OmegaConfBaseException as error:
                 raise ConfigError([_line(first_line(error))]) from None
-        return f"# @package {package}\n" * (package is not None) + OmegaConf.to_yaml(found)
+        return f"# @package {package}\n" * (package is not None) + OmegaConf.to_yaml(part)
 
 
 def claim(composed: Composed, goes_on: Path | None) -> Path:

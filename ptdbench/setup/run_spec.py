@@ -95,40 +95,40 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     Raises:
         ConfigError: With all problems, as far as one can be checked in the presence of another.
     """
-    found = ErrorCollector()
-    if virtual := found.catch(choices.virtual, config):
-        found.catch(lambda: require(*_unfit_for_virtual(config, world)))
-        ranks = found.catch(lambda: config.cluster.ranks_per_node)  # a virtual node has one GPU per rank
+    errors = ErrorCollector()
+    if virtual := errors.catch(choices.virtual, config):
+        errors.catch(lambda: require(*_unfit_for_virtual(config, world)))
+        ranks = errors.catch(lambda: config.cluster.ranks_per_node)  # a virtual node has one GPU per rank
         gpus = ranks if isinstance(ranks, int) else RANKS_WITHOUT_GPU
     gpus = torch.cuda.device_count() if gpus is None else gpus
     device_type = _device_type(config, gpus)
     available = gpus if device_type == "cuda" else RANKS_WITHOUT_GPU
     world_size = partial(_world_size, config, world, available=available, is_virtual=virtual is not None)
     for part in ("general", "cluster", "checkpoint", "profile", "sweep"):
-        found.catch(getattr, config, part)
-    found.catch(lambda: require(*_contradictions(config, world, gpus, virtual is not None)))
-    found.catch(checks.check_precision, config.resolved.get("precision"), device_type)
+        errors.catch(getattr, config, part)
+    errors.catch(lambda: require(*_contradictions(config, world, gpus, virtual is not None)))
+    errors.catch(checks.check_precision, config.resolved.get("precision"), device_type)
     if virtual:
         precision = config.resolved.get("precision")
-        found.catch(checks.check_capability, precision, virtual.gpu_name, virtual.capability)
-        found.catch(checks.check_kernels, config.call("virtual").name, virtual.capability)
-    workload = found.catch(choices.build, config, "workload")
+        errors.catch(checks.check_capability, precision, virtual.gpu_name, virtual.capability)
+        errors.catch(checks.check_kernels, config.call("virtual").name, virtual.capability)
+    workload = errors.catch(choices.build, config, "workload")
     trains = workload is not None and workload.trains
-    found.catch(_check_logger, config, trains)
+    errors.catch(_check_logger, config, trains)
     on_gpu = device_type == "cuda"
     nodes = _nodes(config, world)
-    trained = found.catch(training_spec.specify, config, world_size, nodes=nodes, on_gpu=on_gpu) if trains else None
-    size = trained.layout.dims.world_size if trained else found.catch(world_size, lambda available: available)
+    trained = errors.catch(training_spec.specify, config, world_size, nodes=nodes, on_gpu=on_gpu) if trains else None
+    size = trained.layout.dims.world_size if trained else errors.catch(world_size, lambda available: available)
     if virtual and size:
-        found.catch(virtual.check_ranks, size)
+        errors.catch(virtual.check_ranks, size)
     backend = _backend(config, device_type)
     if trained:
-        found.catch(lambda: require(*_unclassified(config, trained)))
-        found.catch(_check_fp8, config, trained)
-        found.catch(trained.check_backend, backend, device_type)
+        errors.catch(lambda: require(*_unclassified(config, trained)))
+        errors.catch(_check_fp8, config, trained)
+        errors.catch(trained.check_backend, backend, device_type)
     if workload and size:
-        found.catch(workload.check, size, device_type, backend)
-    found.close()
+        errors.catch(workload.check, size, device_type, backend)
+    errors.close()
     assert workload and size  # noqa: PT018 - one fact
     return RunSpec(config, device_type, backend, size, training=trained, virtual=virtual)
 
@@ -297,11 +297,11 @@ def _check_fp8(config: Config, training: TrainingSpec) -> None:
     if is_gathered and (offload := config.resolved.get("offload")) != "none":
         rule = f"is not available with offload={offload}: ranks agree on scales on the GPU, where they gather"
         require(Problem("precision", name, rule, "try fp8"))
-    found = fp8.converted(layers, name, sharded=is_sharded)
-    if is_gathered and (uneven := [layer.out_features for layer in found if layer.out_features % dims.shards]):
+    converted = fp8.converted(layers, name, sharded=is_sharded)
+    if is_gathered and (uneven := [layer.out_features for layer in converted if layer.out_features % dims.shards]):
         rule = f"FSDP gathers shards of equal size in fp8, and {dims.shards} do not divide the {uneven[0]} outputs"
         require(Problem("precision", name, f"{rule} of a linear layer", "try fp8, or another parallel.shard"))
-    if not found:
+    if not converted:
         rule = f"no layer of model={config.call('model').name} has an nn.Linear of at least {fp8.SMALLEST} features, "
         rule += f"both multiples of {fp8.MULTIPLE}"
         require(Problem("precision", name, rule, "try bf16"))
@@ -356,9 +356,9 @@ def require_same_shape(directory: Path, summary: Mapping[str, Any], allowed: boo
     Any layout can load a checkpoint, but not always the random generators of each single rank. The numbers may
     therefore differ from then on, and times are no longer comparable.
     """
-    if allowed or "layout" not in summary or (found := checkpoint_dir.latest_manifest(directory)) is None:
+    if allowed or "layout" not in summary or (checkpoint := checkpoint_dir.latest_manifest(directory)) is None:
         return
-    if changed := change_of_shape(found, summary["world_size"], summary["layout"]):
+    if changed := change_of_shape(checkpoint, summary["world_size"], summary["layout"]):
         rule = f"{directory} would continue with {changed}, which may change its numbers"
         remedy = "start it as before, set reshape=true, or add options to start a new run from it"
         require(Problem("reshape", False, rule, remedy))
