@@ -13,10 +13,10 @@ import sys
 # import a user's modules add it after Python's own.
 if __name__ == "__main__":
     try:
-        here = os.getcwd()
+        current = os.getcwd()
     except FileNotFoundError:  # it was deleted
-        here = ""
-    if sys.path[0] == here:
+        current = ""
+    if sys.path[0] == current:
         del sys.path[0]
 
 import signal

@@ -97,7 +97,7 @@ def execute(arguments: argparse.Namespace) -> Ended:
     hydra_options.check(composed, world, line.goes_on)
     blocks.check(composed, line.goes_on)
     cluster = composed.configs[0].cluster  # the same for all jobs, except for their shape
-    return _on_cluster(composed, cluster, line) if isinstance(cluster, Slurm) else _here(composed, world, line)
+    return _on_cluster(composed, cluster, line) if isinstance(cluster, Slurm) else _locally(composed, world, line)
 
 
 def _follow(world: World) -> Path | None:
@@ -185,11 +185,11 @@ def plan(arguments: argparse.Namespace) -> int:
             echo(f"cached       {plural(made.cached, 'row')} planned earlier (plan --again plans anew)")
         if measure := virtual.measuring(records):
             timed = any(record.predicted.step_seconds for record in records)
-            told = "Measure what may be the fastest" if timed else "No time is predicted: measure those that fit"
-            echo(f"{told}:\n{measure}")
+            heading = "Measure what may be the fastest" if timed else "No time is predicted: measure those that fit"
+            echo(f"{heading}:\n{measure}")
     if made.stopped:
         raise made.stopped
-    return int(all(one["status"] != "ok" for one in made.records))
+    return int(all(record["status"] != "ok" for record in made.records))
 
 
 def _prepare_to_plan(configs: Sequence[Config]) -> None:
@@ -205,7 +205,7 @@ def _run(directory: Path) -> None:
     run(directory)
 
 
-def _here(composed: compose.Composed, world: World | None, line: resume.Line) -> Ended:
+def _locally(composed: compose.Composed, world: World | None, line: resume.Line) -> Ended:
     """Execute the runs on this machine, or as rank 0 of those that a launcher started."""
     if world:
         settings.enable_expandable_segments(os.environ)  # the checks may use this rank's GPU

@@ -70,7 +70,7 @@ _UNITS = {
 
 def size_of(text: str) -> int:
     """Parse bytes with a unit, ``20GiB`` or ``1.5 TB``; raises ValueError for anything else, a bare number included."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\w+)", text.strip())
-    if not found or found[2] not in _UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\w+)", text.strip())
+    if not match or match[2] not in _UNITS:
         raise ValueError(f"{text} is not a size")
-    return round(float(found[1]) * _UNITS[found[2]])
+    return round(float(match[1]) * _UNITS[match[2]])

@@ -74,8 +74,8 @@ def _newest() -> Path:
 
 
 def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
-    given = [form for form in _FORMS if getattr(arguments, form)]
-    forms = dict.fromkeys([*(["html"] if arguments.open or not given else []), *given])
+    chosen = [form for form in _FORMS if getattr(arguments, form)]
+    forms = dict.fromkeys([*(["html"] if arguments.open or not chosen else []), *chosen])
     first = arguments.directories[0]
     folder = arguments.output or (first if first.is_dir() else first.parent)
     if arguments.output and not folder.is_dir():

@@ -66,12 +66,12 @@ def _request(arguments: argparse.Namespace) -> Request:
     from ptdbench.virtual.machine import MOST_GPUS
 
     name, count = re.fullmatch(r"(.+?)(?:x(\d+))?", arguments.gpu).groups()  # type: ignore[union-attr]
-    number, memory, given = int(count or 1), None, {"--steps": arguments.steps, "--nodes": arguments.nodes}
+    number, memory, counts = int(count or 1), None, {"--steps": arguments.steps, "--nodes": arguments.nodes}
     if not 1 <= number <= MOST_GPUS:
         require(Problem("GPU", arguments.gpu, f"torch is compiled for 1 to {MOST_GPUS} GPUs of a node"))
     if not arguments.program:
         require(Problem("COMMAND", "(none)", "there is no program", f"try {arguments.gpu} -- python train.py"))
-    require(*at_least(1, **{option: value for option, value in given.items() if value is not None}))
+    require(*at_least(1, **{option: value for option, value in counts.items() if value is not None}))
     try:
         memory = size_of(arguments.memory) if arguments.memory else None
     except ValueError:
@@ -84,8 +84,8 @@ def _request(arguments: argparse.Namespace) -> Request:
     if nodes and Path(arguments.program[0]).name in _LAUNCHERS:
         rule = "--nodes and --ranks start each rank by themselves"
         require(Problem("COMMAND", arguments.program[0], rule, "give the program that it would start"))
-    how = {"steps": arguments.steps, "stacks": arguments.stacks}
-    return program.Request(arguments.program, name, gpu, number, memory, nodes, ranks, **how)
+    options = {"steps": arguments.steps, "stacks": arguments.stacks}
+    return program.Request(arguments.program, name, gpu, number, memory, nodes, ranks, **options)
 
 
 #: Programs that start ranks.

@@ -26,7 +26,7 @@ def recognize(environ: MutableMapping[str, str], words: Iterable[str]) -> None:
     if world and world.size > 1:
         from ptdbench.launch import rendezvous  # it imports torch
 
-        store, here = rendezvous.store(), socket.gethostname()
-        store.set(f"host {world.rank}", here)
+        store, host = rendezvous.store(), socket.gethostname()
+        store.set(f"host {world.rank}", host)
         hosts = store.multi_get([f"host {rank}" for rank in range(world.size)])
-        environ[row.local_size] = str(hosts.count(here.encode()))
+        environ[row.local_size] = str(hosts.count(host.encode()))

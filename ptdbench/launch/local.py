@@ -98,10 +98,9 @@ def check_sockets() -> None:
         with socket.socket(socket.AF_UNIX) as probe, tempfile.TemporaryDirectory(prefix="pymp-") as folder:
             probe.bind(f"{folder}/listener-12345678")  # as multiprocessing will
     except OSError as error:  # read-only, full, or the name is too long
-        given, reason = os.environ.get("TMPDIR", "(not set)"), error.strerror or str(error)
-        raise ConfigError(
-            [Problem("TMPDIR", given, reason, "set it to a folder with free space, such as /tmp")]
-        ) from None
+        typed, reason = os.environ.get("TMPDIR", "(not set)"), error.strerror or str(error)
+        remedy = "set it to a folder with free space, such as /tmp"
+        raise ConfigError([Problem("TMPDIR", typed, reason, remedy)]) from None
 
 
 def warm_up(modules: Iterable[str] = (), loading: Mapping[str, str] | None = None) -> None:

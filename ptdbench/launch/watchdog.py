@@ -384,8 +384,8 @@ def _where(state: State, count: int = 1) -> str:
 
 def _places(states: Mapping[int, State], together: str) -> str:
     """Describe where ranks are, grouped by place; if all are in one place, ``together`` replaces their names."""
-    at = grouped(((state.place, state.waits), rank) for rank, state in states.items())
-    where = {_where(states[ranks[0]], len(ranks)): ranks for ranks in at.values()}
+    by_place = grouped(((state.place, state.waits), rank) for rank, state in states.items())
+    where = {_where(states[ranks[0]], len(ranks)): ranks for ranks in by_place.values()}
     if len(where) == 1:
         return f"{together}{next(iter(where))}"
     return ", ".join(f"{rank_names(ranks)} {words}" for words, ranks in where.items())

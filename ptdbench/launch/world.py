@@ -198,7 +198,7 @@ def discover(environ: Mapping[str, str]) -> World | None:
         remedy = f"start them with torchrun, srun, or mpirun of Open MPI, MPICH or Intel MPI; if stale, unset {size}"
         raise ConfigError([Problem(size, environ[size], rule, remedy)])
     if all(environ.get(name) for name in _NAMELESS) and _is_several(environ, "WORLD_SIZE"):
-        others = _said(environ, _NAMELESS[1:])
+        others = _listed(environ, _NAMELESS[1:])
         rule = f"with {others} this is one of several ranks, but no launcher has set variables of its own"
         remedy = f"add cluster=env if they are right, or unset {' '.join(_NAMELESS)}"
         raise ConfigError([Problem("RANK", environ["RANK"], rule, remedy)])
@@ -292,7 +292,7 @@ def _place(environ: Mapping[str, str], name: str, launcher: Launcher) -> World:
     local_size = _local_size(environ, name, launcher)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         rule = "must satisfy 0 <= rank < world size and 0 <= local rank < ranks of the node <= world size"
-        raise _refusal(environ, name, _said(environ, launcher.variables), rule)
+        raise _refusal(environ, name, _listed(environ, launcher.variables), rule)
     nodes = None if size % local_size else size // local_size
     if launcher.nodes in environ:
         nodes = _number(environ, launcher.nodes, name)
@@ -323,12 +323,12 @@ def _number(environ: Mapping[str, str], variable: str, name: str) -> int:
 def _refusal(environ: Mapping[str, str], option: str, value: str, rule: str) -> ConfigError:
     """Return the error, with all that the environment says, so that a user can tell which variables are stale."""
     started = {name: launcher for name, launcher in LAUNCHERS.items() if launcher.started(environ)}
-    sources = "".join(f"\n  {name}: {_said(environ, launcher.variables)}" for name, launcher in started.items())
+    sources = "".join(f"\n  {name}: {_listed(environ, launcher.variables)}" for name, launcher in started.items())
     remedy = f"unset the stale variables or use torchrun; the environment says{sources}"
     if [*started][:1] == ["env"]:
         remedy = "set it for every rank (0 where a node has one), or omit cluster=env"
     return ConfigError([Problem(option, value, rule, remedy)])
 
 
-def _said(environ: Mapping[str, str], names: tuple[str, ...] | list[str]) -> str:
+def _listed(environ: Mapping[str, str], names: tuple[str, ...] | list[str]) -> str:
     return " ".join(f"{name}={environ.get(name, '(not set)')}" for name in names)

@@ -114,8 +114,8 @@ def _with_any_batch(config: Config) -> Config:
     options = config.call("parallel").options
     degrees = (options.get(name) for name in (*Dims.rows(), "microbatches"))
     counts = (config.cluster.nodes, config.cluster.ranks_per_node, *degrees)
-    given = (count for count in counts if isinstance(count, int) and count > 0)
-    return config.changed({"train.global_batch": math.prod([_ANY_BATCH, *given])})
+    positive = (count for count in counts if isinstance(count, int) and count > 0)
+    return config.changed({"train.global_batch": math.prod([_ANY_BATCH, *positive])})
 
 
 def _obstacle(config: Config, spec: RunSpec) -> str | None:
@@ -213,7 +213,8 @@ class _Virtual:
         self._records[micro_batch] = record = self._run(micro_batch, roomy, profiled)
         if not (account := record.virtual):
             return Try(micro_batch, "oom", None, False, time.monotonic() - started)
-        allocated, needed = (self._most(micro_batch, of) for of in (account.allocated_bytes, account.reserved_bytes))
+        allocated = self._most(micro_batch, account.allocated_bytes)
+        needed = self._most(micro_batch, account.reserved_bytes)
         fits = needed <= self._room
         if not fits and allocated <= self._room:  # torch frees its cache before it reports out of memory
             outside = sum(self._outside_allocator(micro_batch).values()) - self._gpu.context  # which the GPU counts

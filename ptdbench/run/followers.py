@@ -52,5 +52,5 @@ def _say(world: World, directory: str, refused: ConfigError | None) -> str:
     from ptdbench.launch import rendezvous  # it imports torch
 
     _place[1] += 1
-    said = rendezvous.agree("command {}.{}".format(*_place), world, lambda: f"run {directory}", refused)
-    return said.removeprefix("run ")
+    message = rendezvous.agree("command {}.{}".format(*_place), world, lambda: f"run {directory}", refused)
+    return message.removeprefix("run ")

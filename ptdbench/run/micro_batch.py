@@ -91,7 +91,7 @@ def find(config: Config, attempt: Attempt, heading: Heading, carry_out: Execute,
     finder = Finder(attempt.directory, config, heading, carry_out, note, shape)
     earlier = store.read_record(attempt.directory).micro_batch.found
     try:
-        fields = (finder.given(earlier) if earlier else None) or finder.find()
+        fields = (finder.reuse(earlier) if earlier else None) or finder.find()
     except (ConfigError, MemoryError, RuntimeError) as error:
         ending.fail(attempt, failure.describe(error, rank=-1))
         return False
@@ -139,8 +139,8 @@ class Finder:
         """
         self._spec = self._specify()
         if not self._spec.training:
-            name, asked = self.config.call("workload").name, self.config.train.micro_batch
-            raise ConfigError([Problem("train.micro_batch", asked, f"workload={name} does not train", "try auto")])
+            name, wanted = self.config.call("workload").name, self.config.train.micro_batch
+            raise ConfigError([Problem("train.micro_batch", wanted, f"workload={name} does not train", "try auto")])
         self._layouts = layouts(self._spec.training)
         candidates = list(self._layouts)
         stride = 0 if self._spec.virtual else _STRIDE
@@ -148,7 +148,7 @@ class Finder:
         search = self._search = Search(candidates, self._room(None), self._tried, _MOST, stride, held=always)
         largest = search.largest()
         if largest is None:
-            smallest = next(one for one in search.tries if one.micro_batch == candidates[0])
+            smallest = next(attempt for attempt in search.tries if attempt.micro_batch == candidates[0])
             needs = "" if smallest.needed_bytes is None else f": it needs {memory_text(smallest.needed_bytes)}"
             room = "a GPU" if search.room == _UNKNOWN else memory_text(search.room)
             raise MemoryError(f"not even micro-batch {candidates[0]} fits into {room}{needs}")
@@ -156,7 +156,7 @@ class Finder:
             largest = self._fastest(search.fitting())
         return self._with(largest)
 
-    def given(self, micro_batch: int) -> dict[str, Any] | None:
+    def reuse(self, micro_batch: int) -> dict[str, Any] | None:
         """Return the fields for a micro-batch found by an earlier start; ``None`` if these ranks cannot run it."""
         self._spec, self._search = self._specify(), Search([micro_batch], 0, self._tried)
         assert self._spec.training
@@ -171,13 +171,13 @@ class Finder:
     def _with(self, micro_batch: int) -> dict[str, Any]:
         return self._summary(self._layouts[micro_batch]) | {"micro_batch": self._field(micro_batch)}
 
-    def _field(self, found: int | None) -> dict[str, Any]:
-        tried = {one.micro_batch: to_builtins(one) for one in self._search.tries}
+    def _field(self, micro_batch: int | None) -> dict[str, Any]:
+        tried = {attempt.micro_batch: to_builtins(attempt) for attempt in self._search.tries}
         for size, rates in self._rates.items():  # under `best`; some were not tried in the search
             tried[size] = tried.get(size, to_builtins(Try(size, "ok", fits=True))) | {"rates": [*rates]}
         tries = list(tried.values())
-        asked, room = self.config.train.micro_batch, self._search.room
-        return {"asked": asked, "found": found, "room_bytes": None if room == _UNKNOWN else room, "tries": tries}
+        wanted, room = self.config.train.micro_batch, self._search.room
+        return {"asked": wanted, "found": micro_batch, "room_bytes": None if room == _UNKNOWN else room, "tries": tries}
 
     def _summary(self, layout: BatchPlan) -> dict[str, Any]:
         return {**self._spec.summary, "layout": layout.as_dict()}
@@ -187,8 +187,8 @@ class Finder:
         general, cluster = self.config.general, self.config.cluster
         if self._spec.device_type == "cpu":
             of_job = checks.in_job(cluster, self._ranks_here) if self.shape and isinstance(cluster, Slurm) else None
-            here = checks.on_host(self._ranks_here, general.memory_reserve or 0.0, running=False).size
-            return min(here, of_job.size) if of_job else here
+            host = checks.on_host(self._ranks_here, general.memory_reserve or 0.0, running=False).size
+            return min(host, of_job.size) if of_job else host
         if self._spec.virtual:
             size = self._spec.virtual.gpu.memory
         else:

@@ -122,8 +122,8 @@ def _options(request: Request) -> Iterator[str]:
     yield f"{request.name}x{request.count}"
     ranks = ",".join(map(str, request.ranks or []))
     memory = f"{request.memory}B" if request.memory else None
-    given = {"memory": memory, "nodes": request.nodes, "ranks": ranks, "steps": request.steps}
-    yield from (f"--{name}={value}" for name, value in given.items() if value)
+    values = {"memory": memory, "nodes": request.nodes, "ranks": ranks, "steps": request.steps}
+    yield from (f"--{name}={value}" for name, value in values.items() if value)
 
 
 def _results(request: Request, ended: program.Ended) -> dict[str, Any]:

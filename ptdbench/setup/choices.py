@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from ptdbench.problems import ConfigError, Problem, first_line, require, said, under
+from ptdbench.problems import ConfigError, Problem, first_line, message_of, require, under
 from ptdbench.setup import signature
 from ptdbench.setup.config import Call, Config
 from ptdbench.virtual.device import Device
@@ -108,4 +108,4 @@ def guarded(group: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
         if isinstance(cause, ConfigError):
             raise cause.under(group) from None
-        raise ConfigError([Problem(group, "(its options)", f"cannot be built: {said(cause)}")]) from error
+        raise ConfigError([Problem(group, "(its options)", f"cannot be built: {message_of(cause)}")]) from error

@@ -28,7 +28,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.grouping import grouped
-from ptdbench.problems import ConfigError, Problem, differing, first_line, in_shell, nearest, require, said, try_these
+from ptdbench.problems import (
+    ConfigError,
+    Problem,
+    differing,
+    first_line,
+    in_shell,
+    message_of,
+    nearest,
+    require,
+    try_these,
+)
 from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read
@@ -237,7 +247,7 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
     except _REFUSALS:
         raise
     except Exception as error:
-        words = " ".join(said(error).split())
+        words = " ".join(message_of(error).split())
         raise HydraException(f"Hydra fails on it ({type(error).__name__}: {words})") from None
 
 

@@ -64,12 +64,12 @@ def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
 class Compared:
     """Two alternatives whose order matters; ``called`` names the pair if their configurations' names would not."""
 
-    one: Alternative
-    other: Alternative
+    first: Alternative
+    second: Alternative
     called: str | None = None
 
     def __str__(self) -> str:
-        return self.called or " and ".join(names([self.one.median_run, self.other.median_run]))
+        return self.called or " and ".join(names([self.first.median_run, self.second.median_run]))
 
 
 def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
@@ -97,16 +97,16 @@ class StoppingRule:
         if self._is_over or blocks not in significance.interim_looks(self.repeat.max):
             return self._is_over
         pairs = self.compared(directory, blocks)
-        differences = ranking.differences([(pair.one, pair.other) for pair in pairs])
+        differences = ranking.differences([(pair.first, pair.second) for pair in pairs])
         still = [pair for pair, is_open in zip(pairs, unsettled(differences, self.repeat), strict=True) if is_open]
         self._is_over = not still
-        told = f"{plural(blocks, 'block')} of at most {self.repeat.max}"
+        progress = f"{plural(blocks, 'block')} of at most {self.repeat.max}"
         if still:
             named = "; ".join(map(str, still[:3]))
             more = f", and {plural(len(still) - 3, 'other pair')}" if len(still) > 3 else ""
-            echo(f"{told}: not settled between {named}{more}", sys.stderr)
+            echo(f"{progress}: not settled between {named}{more}", sys.stderr)
         else:
-            echo(f"{told}: {'settled' if pairs else 'nothing to compare'}", sys.stderr)
+            echo(f"{progress}: {'settled' if pairs else 'nothing to compare'}", sys.stderr)
         return self._is_over
 
 
@@ -115,8 +115,8 @@ def unsettled(differences: Sequence[Difference | None], repeat: Repeat) -> list[
     level = significance.level_of_look(repeat.max)
 
     def is_tied(apart: Difference) -> bool:
-        known = significance.compare(apart, level)
-        return max(known.high, 1 / known.low) <= 1 + repeat.tied_within
+        interval = significance.compare(apart, level)
+        return max(interval.high, 1 / interval.low) <= 1 + repeat.tied_within
 
     signs = significance.differing(differences, level)
     return [not sign and not (apart and is_tied(apart)) for apart, sign in zip(differences, signs, strict=True)]

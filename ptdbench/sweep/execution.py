@@ -57,10 +57,10 @@ def executor(agenda: Agenda, composed: Composed) -> Executor:
         return _BySlurm(agenda, composed.launcher_options)
     if composed.launcher == "submitit_local":
         return lambda runs: _in_processes(agenda, list(runs))
-    return lambda runs: _here(agenda, runs)
+    return lambda runs: _in_this_process(agenda, runs)
 
 
-def _here(agenda: Agenda, runs: Iterable[Run]) -> None:
+def _in_this_process(agenda: Agenda, runs: Iterable[Run]) -> None:
     """Execute runs in this process, and in the other ranks if a launcher started it.
 
     Failures are reported at once, as the table comes only after the last run.
@@ -108,7 +108,7 @@ class _BySlurm:
 
     def __init__(self, agenda: Agenda, options: Mapping[str, object]) -> None:
         self._agenda, self._options = agenda, options
-        self._told: set[str] = set()  # runs that have been shown completely
+        self._shown: set[str] = set()  # runs that have been shown completely
 
     def __call__(self, runs: Iterable[Run]) -> None:
         from ptdbench.sweep import submission, watch
@@ -116,8 +116,8 @@ class _BySlurm:
         submitted = submission.submit(self._agenda.directory, list(runs), self._options)
         if submitted:
             watch.announce(self._agenda.directory, submitted)
-        if self._agenda.is_open and (submitted or self._agenda.queued - self._told):
-            self._told = watch.follow(self._agenda.directory, self._told)
+        if self._agenda.is_open and (submitted or self._agenda.queued - self._shown):
+            self._shown = watch.follow(self._agenda.directory, self._shown)
 
 
 def search(agenda: Agenda, composed: Composed) -> None:

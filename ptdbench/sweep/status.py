@@ -124,7 +124,7 @@ def _of_this_machine(directory: Path, results: Mapping[str, RunRecord], submitte
     """Yield the runs without a job; an open result is ignored, as the record of a repeated run is more recent."""
     paths = store.holding(directory, store.RECORD) if store.is_sweep(directory) else [directory, *directory.glob("*")]
     runs, places = dict(results), {}
-    for path in (one for one in paths if (one / store.RECORD).exists()):
+    for path in (path for path in paths if (path / store.RECORD).exists()):
         name = path.resolve().name if path == directory else str(path.relative_to(directory))
         if name not in submitted:
             places[name] = path
@@ -253,8 +253,8 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
         kind, message = state.state, f"SLURM ended job {job.id}{nodes}: {state.state}{reason}"
     if job.step is not None and not begun:  # the script's output is about other runs
         return kind, f"{message}, before this run had begun{where}"
-    said = (line.strip() for lines in _ends(job) for line in lines if _OUT_OF_MEMORY.search(line))
-    if kind in ("Gone", "FAILED") and (words := next(said, None)):
+    messages = (line.strip() for lines in _ends(job) for line in lines if _OUT_OF_MEMORY.search(line))
+    if kind in ("Gone", "FAILED") and (words := next(messages, None)):
         return "OUT_OF_MEMORY", f"{message}; SLURM said: {words}{where}"
     if kind == "FAILED" and not begun and (words := log_reason(job)):
         return kind, f"{message}: {words}{where}"
@@ -276,15 +276,15 @@ def _number(run: Run) -> tuple[int, str]:
 
 def log_tail(job: ledger.Job) -> str:
     """Return the last 15 lines of the rank that wrote last."""
-    return "\n".join(next((said[-15:] for said in _ends(job) if said), []))
+    return "\n".join(next((lines[-15:] for lines in _ends(job) if lines), []))
 
 
 def log_reason(job: ledger.Job) -> str | None:
     """Return what kept a step from starting: the first error of SLURM or its plugins, else the rank's last line."""
-    for said in _ends(job):
-        errors = [match[1] for line in said if (match := re.match(r"slurmstepd\S*: error: (.*)", line))]
+    for lines in _ends(job):
+        errors = [match[1] for line in lines if (match := re.match(r"slurmstepd\S*: error: (.*)", line))]
         # srun's own lines only say that there was an error.
-        others = [line.strip() for line in said if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
+        others = [line.strip() for line in lines if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
         if errors or others:
             return errors[0] if errors else others[-1]
     return None

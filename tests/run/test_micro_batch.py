@@ -108,7 +108,7 @@ def test_one_that_accumulates_nothing_fits_where_whole_gradients_do_not(tmp_path
 
 
 def test_none_fits_and_what_fails_otherwise_is_no_matter_of_memory(tmp_path, room):
-    with pytest.raises(MemoryError, match=r"not even micro-batch 1 fits into 1\.0 GiB: it needs 1\.2 GiB"):
+    with pytest.raises(MemoryError, match=r"not even micro-batch 1 fits into 1000 MiB: it needs 1\.2 GiB"):
         found(tmp_path, of_memory(lambda size: 600 + size), "train.micro_batch=max")
     error = {"rank": 1, "type": "ValueError", "message": "no such layer", "traceback": ""}
     with pytest.raises(Broken, match="the trial run of micro-batch 1 ended without a result: failed on rank 1:"):
@@ -178,8 +178,8 @@ def test_what_earlier_tries_found_counts_for_the_same_ranks(tmp_path, room):
         assert found(tmp_path, made, "train.global_batch=16", "train.micro_batch=max")["layout"]["micro_batch"] == 8
     assert len([*tmp_path.glob("tries/*/record.json")]) == 4
     finder = idle(tmp_path, read(*TOY, "train.global_batch=16", "train.micro_batch=max"))
-    assert finder.given(16) is None
-    assert size_of(finder.given(8)) == 8
+    assert finder.reuse(16) is None
+    assert size_of(finder.reuse(8)) == 8
 
 
 def test_ranks_of_a_job_go_on_with_what_its_script_has_found():
@@ -200,14 +200,14 @@ def of_job(directory: Path, *words: str) -> Shape:
 def test_in_a_job_the_ranks_of_a_node_share_what_the_job_has_of_it(tmp_path, room):
     shape = of_job(tmp_path, "cluster.mem_gb=0.5", "train.micro_batch=max")
     finder = idle(tmp_path, config.of_record(store.load_record(tmp_path)), shape)
-    assert finder.given(4)
+    assert finder.reuse(4)
     assert finder._room(None) == 512 * MIB
     assert finder._needed(4, Metrics(peak_memory_bytes=5 * MIB)) == 10 * MIB
 
 
 def test_what_nccl_takes_beside_the_allocator_counts_on_virtual_gpus(tmp_path):
     finder = idle(tmp_path, read(*ANYWHERE, "virtual=h100", "train.micro_batch=max"))
-    assert finder.given(4)
+    assert finder.reuse(4)
     metrics = Metrics(peak_reserved_bytes=5 * MIB, outside_memory_bytes=MIB)
     assert finder._needed(4, metrics) == 6 * MIB + NCCL_BUFFERS
 
