@@ -115,29 +115,23 @@ def _is_slurm_shell(environ: Mapping[str, str]) -> bool:
 #: The variable that makes a process with torch's own variables a rank; ``cluster=env`` sets it.
 BY_HAND = "PTDBENCH_ENV"
 
+_TORCHRUN = Launcher(
+    proof=("TORCHELASTIC_RUN_ID",),
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    nodes="GROUP_WORLD_SIZE",
+    has_store=True,
+    linger_seconds=2.0,
+)
+
 #: In order of precedence: torchrun runs inside SLURM steps and under mpirun, and mpirun starts its helpers as a SLURM
 #: step, whose variables the ranks inherit, as workers of Ray do. ``srun --mpi=pmi2`` sets ``PMI_RANK`` as MPICH does,
 #: but not ``MPI_LOCALRANKID``.
 LAUNCHERS: dict[str, Launcher] = {
-    "torchrun": Launcher(
-        proof=("TORCHELASTIC_RUN_ID",),
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
-        nodes="GROUP_WORLD_SIZE",
-        has_store=True,
-        linger_seconds=2.0,
-    ),
-    "env": Launcher(
-        proof=(BY_HAND,),
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
-        linger_seconds=2.0,
-        starts_apart=True,
-    ),
+    "torchrun": _TORCHRUN,
+    "env": replace(_TORCHRUN, proof=(BY_HAND,), nodes="", has_store=False, starts_apart=True),
     "openmpi": Launcher(
         proof=("OMPI_COMM_WORLD_RANK",),
         rank="OMPI_COMM_WORLD_RANK",
@@ -173,7 +167,7 @@ LAUNCHERS: dict[str, Launcher] = {
 PRESENT = "PTDBENCH_RANKS"
 
 #: All launchers, including this package, which starts ranks on one machine with torchrun's environment.
-KNOWN = {"local": replace(LAUNCHERS["torchrun"], has_parent=True), **LAUNCHERS}
+KNOWN = {"local": replace(_TORCHRUN, has_parent=True), **LAUNCHERS}
 
 #: The variables of ``init_process_group("env://")``: set for a rank started by hand, or stale.
 _NAMELESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

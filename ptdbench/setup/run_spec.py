@@ -56,7 +56,9 @@ class RunSpec:
     @property
     def nccl_bytes(self) -> int:
         """GPU memory of NCCL's buffers on a training rank, in bytes, by their documented size."""
-        return self.training.communicators * NCCL_BUFFERS if self.training and self.backend == "nccl" else 0
+        if self.training is None or self.backend != "nccl":
+            return 0
+        return self.training.layout.dims.communicators * NCCL_BUFFERS
 
     def ranks_here(self, world: World | None) -> int:
         """Return the number of ranks on this machine; with virtual GPUs that is all of them, whatever their node."""

@@ -104,11 +104,6 @@ class TrainingSpec:
             return None
         return f"kernels=torch, except for {', '.join(used)}, where ptdbench's own stands in"
 
-    @property
-    def communicators(self) -> int:
-        """Number of NCCL communicators of a rank."""
-        return self.layout.dims.communicators
-
     def parts_of_stages(self) -> list[list[str]] | None:
         """Return each stage's parts other than repeated layers, before :meth:`engine`; ``None`` without a pipeline."""
         return unrepeated(self.model, where) if (where := self._split()) else None
