@@ -106,7 +106,7 @@ def _follow(world: World) -> Path | None:
     return directory and (ledger.sweep_of(directory) or directory)
 
 
-def carry_out(directories: Sequence[Path]) -> int:
+def execute_runs(directories: Sequence[Path]) -> int:
     """Execute the runs of directories, one after the other; return the exit status.
 
     A run that another process is executing, or whose record cannot be written, counts as not ok; the others continue.
@@ -223,7 +223,7 @@ def _locally(composed: compose.Composed, world: World | None, line: resume.Line)
     agenda = Agenda.of(composed, runs, directory, line.only)
     status = 0
     try:
-        _carry_out(composed, agenda)
+        _execute(composed, agenda)
         followers.dismiss()
     finally:
         status = _conclude(agenda)
@@ -251,7 +251,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     if queued:
         names = ", ".join(sorted(queued))
         echo(f"{plural(len(queued), 'run')} still in the queue, not submitted again: {names}", sys.stderr)
-    _carry_out(composed, agenda)
+    _execute(composed, agenda)
     if cluster.submit == "detach":
         return submission.report_refused(agenda.refused) or int(bool(agenda.skipped)), directory
     try:
@@ -288,7 +288,7 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
     return frozenset(run.directory for run in sweep.runs if run.queue and not run.queue.is_over)
 
 
-def _carry_out(composed: compose.Composed, agenda: Agenda) -> None:
+def _execute(composed: compose.Composed, agenda: Agenda) -> None:
     from ptdbench.sweep import execution
 
     try:

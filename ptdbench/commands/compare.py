@@ -65,7 +65,7 @@ def main(arguments: argparse.Namespace) -> int:
     from ptdbench.report import recorded_phases, text, versus
 
     try:
-        together = _carried_out(arguments) if arguments.python or arguments.checkout else None
+        together = _run_both_sides(arguments) if arguments.python or arguments.checkout else None
         if not together and len(arguments.words) != 2:
             rule = "takes two directories, before and after"
             remedy = "give both, or --python or --checkout twice"
@@ -101,7 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _carried_out(arguments: argparse.Namespace) -> Path:
+def _run_both_sides(arguments: argparse.Namespace) -> Path:
     """Run both sides alternately; return the folder of their results, and print it if they are incomplete."""
     from ptdbench import files, search_path
     from ptdbench.launch import local

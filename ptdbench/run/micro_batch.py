@@ -68,14 +68,14 @@ class Broken(RuntimeError):
     """A try failed for a reason other than memory, and so would the run."""
 
 
-def find(config: Config, attempt: Attempt, heading: Heading, carry_out: Execute, shape: Shape | None = None) -> bool:
+def find(config: Config, attempt: Attempt, heading: Heading, execute: Execute, shape: Shape | None = None) -> bool:
     """Find the micro-batch of a run, and record it with the run's layout; the ranks take both from the record.
 
     Args:
         config: The run's configuration.
         attempt: The start of the run, which has claimed its record.
         heading: The heading of its display.
-        carry_out: Executes a try.
+        execute: Executes a try.
         shape: That of the job whose batch script searches; ``None`` if this machine executes the tries.
 
     Returns:
@@ -88,7 +88,7 @@ def find(config: Config, attempt: Attempt, heading: Heading, carry_out: Execute,
     def note(fields: Mapping[str, Any]) -> None:
         attempt.amend(lambda written: written | {"micro_batch": fields}, durable=False)
 
-    finder = Finder(attempt.directory, config, heading, carry_out, note, shape)
+    finder = Finder(attempt.directory, config, heading, execute, note, shape)
     earlier = store.read_record(attempt.directory).micro_batch.found
     try:
         fields = (finder.reuse(earlier) if earlier else None) or finder.find()
@@ -123,7 +123,7 @@ class Finder:
     directory: Path  #: The run's directory.
     config: Config  #: Its configuration.
     heading: Heading  #: The heading of its display.
-    carry_out: Execute  #: Executes a try.
+    execute: Execute  #: Executes a try.
     note: Callable[[dict[str, Any]], None]  #: Updates the record's field ``micro_batch`` after each try.
     shape: Shape | None = None  #: That of the job whose batch script searches; ``None`` on this machine.
     _rates: dict[int, list[float]] = field(default_factory=dict)
@@ -214,7 +214,7 @@ class Finder:
         """Try a micro-batch in one short run."""
         assert self._spec.training
         started = time.monotonic()
-        record = self._carried_out(micro_batch, try_options(self.config), "")
+        record = self._short_run(micro_batch, try_options(self.config), "")
         if self._spec.device_type != "cpu" and not self._spec.virtual and record.metrics.device_memory_bytes:
             self._search.room = self._room(record.metrics)
         needed = None if record.status == "oom" else self._needed(micro_batch, record.metrics)
@@ -227,7 +227,7 @@ class Finder:
         self.note(so_far | {"tries": [*so_far["tries"], to_builtins(tried)]})
         return tried
 
-    def _carried_out(self, micro_batch: int, options: dict[str, Any], what: str, is_whole: bool = False) -> RunRecord:
+    def _short_run(self, micro_batch: int, options: dict[str, Any], what: str, is_whole: bool = False) -> RunRecord:
         """Return the record of a short run, with whole steps if ``is_whole``, otherwise with shorter stand-ins."""
         assert self._spec.training
         layout = self._layouts[micro_batch]
@@ -241,7 +241,7 @@ class Finder:
         heading = replace(self.heading, title=f"{self.heading.title} · trying micro-batch {micro_batch}{what}")
         open_try(directory, config, self._summary(layout))
         with display.headed(heading):
-            self.carry_out(directory)
+            self.execute(directory)
         record = store.read_record(directory)
         is_told = record.status != "oom" or not self._spec.virtual or failure.is_of_gpu(record.error)
         if record.status not in _TELLING or not is_told:  # with virtual GPUs, host memory may have run out instead
@@ -292,7 +292,7 @@ class Finder:
         timed = min(max(enough, _FEWEST), _STEPS)
         options = try_options(self.config, _WARMUP + timed)
         options["train.warmup_steps"] = options["train.steps"] - timed  # those fp16 may skip come first; half at most
-        record = self._carried_out(size, options, what, is_whole=True)
+        record = self._short_run(size, options, what, is_whole=True)
         if record.status == "oom":
             return None
         rate = record.metrics.samples_per_second

@@ -246,7 +246,7 @@ def startable(directory: Path, world: World | None) -> Config:
     _refuse_complete(directory, run, "run")
     if world is None:
         if run.option("cluster.submit", str):
-            rule = f"cluster={run.option('cluster.name', str)} carries it out as a job"
+            rule = f"cluster={run.option('cluster.name', str)} executes it as a job"
             raise ConfigError([Problem("run", directory, rule, f"try {terminal.command()} {in_shell(RUN, directory)}")])
         _refuse_elsewhere(directory, run)
     config = of_record(run.written)

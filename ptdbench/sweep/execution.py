@@ -65,17 +65,17 @@ def _in_this_process(agenda: Agenda, runs: Iterable[Run]) -> None:
 
     Failures are reported at once, as the table comes only after the last run.
     """
-    from ptdbench.run.door import run as carry_out
+    from ptdbench.run import door
 
     for run in runs:
         directory, started = agenda.place(run), time.monotonic()
         followers.lead(directory)
         if run.number is None:
-            carry_out(directory)
+            door.run(directory)
             continue
         heading = agenda.eta.heading(run.number)
         with headed(heading):
-            carry_out(directory)
+            door.run(directory)
         ended = store.read_record(directory)
         agenda.eta.ended(run.number, time.monotonic() - started, ended)
         if ended.status != "ok":
@@ -133,7 +133,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
         sweep = composed.sweep(instead=handed)
         hydra_output.write_multirun(composed.sweep(), agenda.directory)  # as it was typed, so that it can be resumed
 
-        def carry_out(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
+        def execute_batch(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
             for words in job_overrides:
                 try:
                     whole = loader.load_sweep_config(sweep, list(words))
@@ -151,7 +151,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
             sweeper = Plugins.instance().instantiate_sweeper(
                 config=sweep,
                 hydra_context=context,
-                task_function=carry_out,  # type: ignore[arg-type]
+                task_function=execute_batch,  # type: ignore[arg-type]
             )
             sweeper.sweep(arguments=as_written(sweep.hydra.overrides.task))
         except (ConfigError, OSError):

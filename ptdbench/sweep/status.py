@@ -218,7 +218,7 @@ def _record_ends(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str
         owner = record.owner and record.owner.job
         if record.status == DAMAGED or (record.is_open and owner not in (None, job.id)):
             continue  # nothing more can be known; or another job owns the run, and refused this one
-        if record.is_open or (_was_signaled(record) and _says_more(state)):
+        if record.is_open or (_was_signaled(record) and state and state.state not in ("COMPLETED", "FAILED")):
             kind, message = _end(job, state, begun=owner is not None)
             if "it has saved" in record.error.message:  # and how to resume it
                 message += f"; {record.error.message}"
@@ -248,7 +248,7 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
     if state is None:
         kind, message = "Gone", f"job {job.id} is not in the queue any more and left no result"
     else:
-        reason = f" ({state.reason})" if state.reason not in ("", "None") else ""
+        reason = f" ({state.reason})" if state.reason else ""
         nodes = f" on {state.nodes}" if state.nodes else ""
         kind, message = state.state, f"SLURM ended job {job.id}{nodes}: {state.state}{reason}"
     if job.step is not None and not begun:  # the script's output is about other runs
@@ -259,11 +259,6 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
     if kind == "FAILED" and not begun and (words := log_reason(job)):
         return kind, f"{message}: {words}{where}"
     return kind, message + where
-
-
-def _says_more(state: JobState | None) -> bool:
-    """Return whether SLURM knows more about a job's end than success or failure."""
-    return state is not None and state.state not in ("COMPLETED", "FAILED")
 
 
 def _number(run: Run) -> tuple[int, str]:

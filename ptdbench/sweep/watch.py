@@ -80,7 +80,7 @@ def state_text(run: Run) -> str:
     if queue is None:
         return "not submitted" if job and not job.id else "unfinished"
     if queue.state in ("PENDING", "SUSPENDED"):
-        return f"{queue.state} ({queue.reason})" if queue.reason not in ("", "None") else queue.state
+        return f"{queue.state} ({queue.reason})" if queue.reason else queue.state
     if job and job.step is not None and job.step > 0 and not record.owner:
         return "waits in its job"
     return f"{queue.state} {queue.nodes}".rstrip()
