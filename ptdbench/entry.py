@@ -63,7 +63,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
         forced_exit.exit_soon()
 
 
-#: An exit status, and the directory of the run or sweep that it is of; ``None`` if nothing was to be executed.
+#: An exit status, and the directory of the run or sweep; ``None`` if there was nothing to execute.
 Ended = tuple[int, Path | None]
 
 
@@ -264,7 +264,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
 
 
 def _missing(composed: compose.Composed, runs: Sequence[Run], line: resume.Line) -> Sequence[Run]:
-    """Return the runs of which a resumed sweep lacks a repeat, and refused ones; all of a search or a new sweep."""
+    """Return the refused runs, and one for each alternative with a repeat to execute; in a new sweep that is all."""
     from ptdbench.sweep.agenda import Agenda
 
     missing = set(range(len(runs)))
@@ -276,7 +276,7 @@ def _missing(composed: compose.Composed, runs: Sequence[Run], line: resume.Line)
 
 
 def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
-    """Return the runs of a resumed sweep whose jobs have not ended: each is left to its job."""
+    """Return the runs of a resumed sweep whose jobs have not ended, and will execute them."""
     from ptdbench.sweep import status
 
     if not line.goes_on or not store.holding(directory, store.RECORD):

@@ -1,7 +1,7 @@
 """``cluster=env``: ranks whose launcher sets the variables that torch's ``env://`` reads, and none of its own.
 
-Such variables are as often stale as right, so that they count only if ``cluster=env`` is typed: as a word of the
-command line, because ranks other than 0 compose no configuration.
+Such variables are often stale, so they count only if ``cluster=env`` is typed as a word of the command line: ranks
+other than 0 compose no configuration.
 """
 
 import socket

@@ -146,7 +146,7 @@ LAUNCHERS: dict[str, Launcher] = {
         size="PMI_SIZE",
         local_rank="MPI_LOCALRANKID",
         local_size="MPI_LOCALNRANKS",
-        names=(("I_MPI_HYDRA_UUID",),),  # Intel MPI alone: MPICH tells its ranks nothing that another launch has not
+        names=(("I_MPI_HYDRA_UUID",),),  # Intel MPI only: nothing in the environment tells two launches of MPICH apart
     ),
     "srun": Launcher(
         proof=("SLURM_STEP_ID", "SLURM_PROCID"),

@@ -44,7 +44,7 @@ from ptdbench.setup.runs import Shape
 from ptdbench.terminal import echo
 from ptdbench.units import memory_text
 
-#: How far beyond the largest try a line is trusted, as a factor: resident memory is not an exact figure.
+#: Factor beyond the largest try up to which a line is trusted: resident memory is not an exact figure.
 _STRIDE = 64
 
 #: Maximum number of short runs to find the largest.
@@ -76,7 +76,7 @@ def find(config: Config, attempt: Attempt, heading: Heading, execute: Execute, s
         attempt: The start of the run, which has claimed its record.
         heading: The heading of its display.
         execute: Executes a try.
-        shape: That of the job whose batch script searches; ``None`` if this machine executes the tries.
+        shape: The shape of the job whose batch script searches; ``None`` if this machine executes the tries.
 
     Returns:
         Whether there is one; if not, the run has failed, and its record says why.
@@ -125,7 +125,7 @@ class Finder:
     heading: Heading  #: The heading of its display.
     execute: Execute  #: Executes a try.
     note: Callable[[dict[str, Any]], None]  #: Updates the record's field ``micro_batch`` after each try.
-    shape: Shape | None = None  #: That of the job whose batch script searches; ``None`` on this machine.
+    shape: Shape | None = None  #: Of the job whose batch script searches; ``None`` on this machine.
     _rates: dict[int, list[float]] = field(default_factory=dict)
     _step_seconds: float = 0.0  #: Of a whole step of the largest micro-batch that fits; 0 if unknown.
 

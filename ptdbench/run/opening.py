@@ -1,4 +1,4 @@
-"""A run whose record exists already, opened again: it is checked on the machine that is to execute it."""
+"""Reopens a run whose record exists already, after checking it on the machine that will execute it."""
 
 import sys
 from pathlib import Path

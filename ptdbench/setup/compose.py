@@ -54,7 +54,7 @@ _LAUNCHERS = (LAUNCHER, "hydra.launcher.")
 #: Hydra's message if a choice overrides choices inside its own package, which has none.
 _MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.")
 
-#: Modules of the callables in ``conf/`` whose options are all there.
+#: Modules of the callables in ``conf/``, where all of their options are listed.
 _SHIPPED = re.compile(r"torch\.|ptdbench\.(?!examples\.)")
 
 #: What to type for names that other programs give to layouts; as choices, a glob would run these twice.
@@ -140,7 +140,7 @@ class Composed:
 
     @property
     def hydra(self) -> DictConfig:
-        """Hydra's own node, of which a sweep has one but for what tells its runs apart."""
+        """Hydra's own node, the same for all runs of a sweep except for what identifies a run."""
         node: DictConfig = self.wholes[0].hydra
         return node
 
@@ -223,7 +223,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
 def _runs(
     composed: Callable[[Sequence[str]], DictConfig], ours: Sequence[Override], is_sweep: bool, searches: bool
 ) -> list[tuple[list[str], DictConfig]]:
-    """Compose the runs, or some that stand for those of a search; refuse several values of what a sweep has once."""
+    """Compose the runs, for a search a few representative ones; refuse options that must not vary within a sweep."""
     once = []
     if searches:  # the sweeper gets what does not depend on its choices, and with it the lists of files
         once.append(composed([_line(override) for override in ours if not override.is_sweep_override()]))
@@ -303,7 +303,7 @@ def _values(overrides: Sequence[Override]) -> list[list[str]]:
         if isinstance(value, IntervalSweep):
             values = [str(value.start), str(value.end)]
         elif override.is_sweep_override():
-            random.seed(override.input_line)  # shuffle(...) has one order, here, in other ranks, and when it goes on
+            random.seed(override.input_line)  # shuffle(...) has one order in all ranks, and in a resumed sweep
             values = [*override.sweep_string_iterator()]
         else:
             values = [override.get_value_element_as_str()]
@@ -412,7 +412,7 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
 
 
 def _problem(config_name: str, override: Override, word: str, sound: Sequence[str], refused: Exception) -> Problem:
-    """Explain why Hydra refuses one ``word`` of an override, beside the ``sound`` ones of the command line."""
+    """Explain why Hydra refuses one ``word`` of an override, given the ``sound`` ones of the command line."""
     name, typed, value = override.key_or_group, _typed_value(override), word.partition("=")[2]
     choices = _choices(name) if _is_group(name) else []
     if misplaced := _MISPLACED.match(str(refused)):

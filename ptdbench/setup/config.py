@@ -187,7 +187,7 @@ class Call:
     name: str
     target: str
     options: Mapping[str, Any]  #: With Hydra's ``_args_``, ``_convert_`` and ``_recursive_``, if they are given.
-    label: str | None = None  #: For directories, beside the name for people.
+    label: str | None = None  #: For directories; the name is for people.
 
     @property
     def described(self) -> dict[str, Any]:

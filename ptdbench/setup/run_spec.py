@@ -333,7 +333,7 @@ def _world_size(
 
 
 def _nodes(config: Config, world: World | None) -> int:
-    """Return the number of nodes; of a launcher that does not tell, as many as ranks like those of this one fill."""
+    """Return the number of nodes; if the launcher does not say, assume as many ranks on each node as on this one."""
     if world:
         return world.nodes or max(world.size // world.local_size, 1)
     nodes = config.resolved["cluster"].get("nodes", "auto")  # not from config.cluster, where another may be wrong

@@ -336,7 +336,7 @@ def _check_data(config: Config, model: Model, data: Data, on_gpu: bool) -> None:
 
 
 def _check_layout(config: Config, strategy: Strategy, model: Model, layout: BatchPlan, data: Data | None) -> None:
-    """Refuse a model that cannot be laid out this way, or whose ranks would not compute by its plan what one does."""
+    """Refuse a model that cannot be laid out this way, or whose tensor-parallel plan changes its results."""
     under("parallel", strategy.check, model, layout)
     if layout.dims.tensor == 1 or not isinstance(model, foreign.Adapted) or data is None:
         return
@@ -371,7 +371,7 @@ def _untreated(config: Config, activations: Activations, model: Model) -> Iterat
             yield Problem("activations", name, rule, "try keep, recompute")
 
 
-#: What a forward pass may do that some options do not go with, and how that is told; see :class:`Observed`.
+#: What a forward pass may do that excludes some options, in words for messages; see :class:`Observed`.
 _OBSERVED = {
     "weights": "the model's forward pass changes weights in place, {} for one",
     "buffers": "the model's forward pass changes buffers, {} for one",

@@ -189,7 +189,7 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
     clusters = [dict(leaves(read.resolved["cluster"], "cluster.")) for read in composed.configs]
     require(*differing(clusters, f"{rule} one value", remedy))
     shape = shapes.pop()
-    # Also for a list or a glob with a single value, whose run has other overrides than were typed.
+    # Also for a list or a glob with a single value: the overrides of its run are not the ones that were typed.
     sweep = ["-m"] if len(composed.configs) > 1 or {*composed.overrides[0]} - {*composed.typed} else []
     name = "sweep" if sweep else store.file_name(first.label)
     checkout = compose.conf_folder().with_name("train.py")  # works without an installed ptdbench

@@ -74,7 +74,7 @@ def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], partitions: 
 
 
 def check(cluster: Slurm, shape: Shape, partitions: Sequence[Partition]) -> list[Problem]:
-    """Return contradictions in a request, and names that SLURM does not know; SLURM itself tells what it lacks."""
+    """Return contradictions in a request, and unknown partitions; SLURM itself reports which resources it lacks."""
     return [*_contradictions(cluster, shape), *_extra(cluster), *_unknown_partitions(cluster, partitions)]
 
 

@@ -114,7 +114,7 @@ def settle(directory: Path) -> Sweep:
 
 
 def _was_killed(run: Run) -> bool:
-    """Return whether the process of a run here was killed; those of a comparison do not count, as it cannot resume."""
+    """Return whether the process of a local run was killed; runs of ``compare`` do not count, as they cannot resume."""
     is_here = run.record.launcher in (None, "local")  # others resume under their launcher
     is_open = not (run.job or run.is_over or run.record.option("repeat.series", str))
     return is_here and is_open and run.record.owner is not None and ownership.is_alive(run.record.owner) is False

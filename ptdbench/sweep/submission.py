@@ -63,7 +63,7 @@ def _request(job: Sequence[Run]) -> str:
         raise ConfigError(list(_differences(job)))
     if len(job) > 1 and (requeue := job[0].cluster.requeue):
         rule = "with sweep.same_nodes=true a job has several runs, and would begin again with the first one"
-        remedy = "omit one of them, and sweep.resume goes on with what is missing"
+        remedy = "omit one of them, and sweep.resume executes what is missing"
         require(Problem("cluster.requeue", requeue, rule, remedy))
     return texts.pop()
 

@@ -176,7 +176,7 @@ def follow(sweep_directory: Path, shown: Collection[str] = ()) -> set[str]:
                 break  # a run without a job makes no further progress
             time.sleep(min(LATER, max(FIRST, (time.monotonic() - started) / 30)))
     except BaseException as error:
-        hint = f"The jobs go on. Look at them with: {command('status')} {sweep_directory}"
+        hint = f"The jobs keep running. Look at them with: {command('status')} {sweep_directory}"
         if isinstance(error, OSError):
             problem = f"{error.filename or sweep_directory}: {error.strerror or error}; free some space, and look again"
             echo(f"{problem}\n{hint}", sys.stderr)

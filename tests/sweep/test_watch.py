@@ -284,5 +284,5 @@ class TestFollowing:
         with pytest.raises(Stopped):
             watch.follow(sweep.path)
         said = capsys.readouterr().err.splitlines()
-        assert said[-1] == f"The jobs go on. Look at them with: python -m ptdbench status {sweep.path}"
+        assert said[-1] == f"The jobs keep running. Look at them with: python -m ptdbench status {sweep.path}"
         assert sweep.results() == []
