@@ -46,10 +46,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     """Call ``work``, which executes runs, and exit with its status, or with the status of the signal or error."""
     try:
         local.stop_on_signals()
-        settings.log_errors_only(os.environ)
-        by_hand.recognize(os.environ, sys.argv)
-        if discover(os.environ) is None:
-            settings.defer_sanitizer(os.environ)
+        set_up()
         sys.exit(work())
     except (ConfigError, store.Damaged) as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # perhaps only this rank knows it
@@ -61,6 +58,14 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
         sys.exit(128 + stop.signal)
     finally:
         forced_exit.exit_soon()
+
+
+def set_up() -> None:
+    """Apply what must be set before torch is imported; raises ConfigError if ``cluster=env`` is wrong."""
+    settings.log_errors_only(os.environ)
+    by_hand.recognize(os.environ, sys.argv)
+    if discover(os.environ) is None:
+        settings.defer_sanitizer(os.environ)
 
 
 #: An exit status, and the directory of the run or sweep; ``None`` if there was nothing to execute.

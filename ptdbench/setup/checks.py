@@ -16,7 +16,6 @@ from ptdbench.problems import Problem, require, try_these
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.units import memory_text
-from ptdbench.virtual.device import Device
 
 #: In NVIDIA's libraries this variable overrides torch's settings; 0 disables TF32.
 TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
@@ -123,15 +122,11 @@ def on_gpu(device: torch.device, reserve: float, buffers: int) -> Room:
     """
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)  # by the previous run, which frees it for this one
-    return _on_gpu(free, total, reserve, buffers, torch.cuda.get_device_properties(device).name)
+    return of_gpu(free, total, reserve, buffers, torch.cuda.get_device_properties(device).name)
 
 
-def on_virtual(gpu: Device, reserve: float, buffers: int) -> Room:
-    """Return the memory of a rank's virtual GPU, less the fraction ``reserve`` and NCCL's ``buffers`` in bytes."""
-    return _on_gpu(gpu.memory - gpu.context, gpu.memory, reserve, buffers, f"virtual {gpu.name}")
-
-
-def _on_gpu(free: int, total: int, reserve: float, buffers: int, name: str) -> Room:
+def of_gpu(free: int, total: int, reserve: float, buffers: int, name: str) -> Room:
+    """Return the ``free`` bytes of a GPU, less the fraction ``reserve`` of its total and NCCL's ``buffers``."""
     kept = int(reserve * total)
     taken = [f"of {memory_text(total)} {memory_text(free)} are free"]
     taken += [f"NCCL takes about {memory_text(buffers)}"] if buffers else []

@@ -197,7 +197,8 @@ def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, runnin
     if spec.is_on_host:
         return checks.on_host(ranks, reserve, running=running)
     if spec.virtual:
-        return checks.on_virtual(spec.virtual.gpu, reserve, spec.nccl_bytes)
+        gpu = spec.virtual.gpu
+        return checks.of_gpu(gpu.memory - gpu.context, gpu.memory, reserve, spec.nccl_bytes, f"virtual {gpu.name}")
     return checks.on_gpu(spec.device(local_rank), reserve, spec.nccl_bytes)
 
 
