@@ -39,7 +39,6 @@ from ptdbench.report.remarks import reason
 from ptdbench.run import ending
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config, Slurm
-from ptdbench.setup.run_spec import RunSpec
 from ptdbench.setup.runs import Shape
 from ptdbench.terminal import echo
 from ptdbench.units import memory_text
@@ -88,9 +87,9 @@ def find(config: Config, attempt: Attempt, heading: Heading, execute: Execute, s
     def note(fields: Mapping[str, Any]) -> None:
         attempt.amend(lambda written: written | {"micro_batch": fields}, durable=False)
 
-    finder = Finder(attempt.directory, config, heading, execute, note, shape)
     earlier = store.read_record(attempt.directory).micro_batch.found
     try:
+        finder = Finder(attempt.directory, config, heading, execute, note, shape)
         fields = (finder.reuse(earlier) if earlier else None) or finder.find()
     except (ConfigError, MemoryError, RuntimeError) as error:
         ending.fail(attempt, failure.describe(error, rank=-1))
@@ -118,7 +117,7 @@ def in_step(command: Sequence[str], directory: Path) -> None:
 
 @dataclass
 class Finder:
-    """The search for the micro-batch of one run."""
+    """The search for the micro-batch of one run; raises ConfigError for a configuration that is invalid."""
 
     directory: Path  #: The run's directory.
     config: Config  #: Its configuration.
@@ -129,22 +128,25 @@ class Finder:
     _rates: dict[int, list[float]] = field(default_factory=dict)
     _step_seconds: float = 0.0  #: Of a whole step of the largest micro-batch that fits; 0 if unknown.
 
+    def __post_init__(self) -> None:
+        world, gpus = (self.shape.world, self.shape.gpus_per_node) if self.shape else (None, None)
+        self._spec = run_spec.specify(self.config, world, gpus)
+        if not self._spec.training:
+            name, wanted = self.config.call("workload").name, self.config.train.micro_batch
+            raise ConfigError([Problem("train.micro_batch", wanted, f"workload={name} does not train", "try auto")])
+        self._training = self._spec.training
+        self._layouts = layouts(self._training)
+
     def find(self) -> dict[str, Any]:
         """Find the micro-batch; return the record's fields that it determines.
 
         Raises:
-            ConfigError: The run's configuration is invalid.
             MemoryError: Not even the smallest fits.
             Broken: A try failed for a reason other than memory.
         """
-        self._spec = self._specify()
-        if not self._spec.training:
-            name, wanted = self.config.call("workload").name, self.config.train.micro_batch
-            raise ConfigError([Problem("train.micro_batch", wanted, f"workload={name} does not train", "try auto")])
-        self._layouts = layouts(self._spec.training)
         candidates = list(self._layouts)
         stride = 0 if self._spec.virtual else _STRIDE
-        always = held(self._spec.training, self._layouts, self._ranks_here if self._spec.device_type == "cpu" else 1)
+        always = held(self._training, self._layouts, self._ranks_here if self._spec.device_type == "cpu" else 1)
         search = self._search = Search(candidates, self._room(None), self._tried, _MOST, stride, held=always)
         largest = search.largest()
         if largest is None:
@@ -158,15 +160,8 @@ class Finder:
 
     def reuse(self, micro_batch: int) -> dict[str, Any] | None:
         """Return the fields for a micro-batch found by an earlier start; ``None`` if these ranks cannot run it."""
-        self._spec, self._search = self._specify(), Search([micro_batch], 0, self._tried)
-        assert self._spec.training
-        self._layouts = layouts(self._spec.training)
+        self._search = Search([micro_batch], 0, self._tried)
         return self._with(micro_batch) if micro_batch in self._layouts else None
-
-    def _specify(self) -> RunSpec:
-        if self.shape is None:
-            return run_spec.specify(self.config, None)
-        return run_spec.specify(self.config, self.shape.world, self.shape.gpus_per_node)
 
     def _with(self, micro_batch: int) -> dict[str, Any]:
         return self._summary(self._layouts[micro_batch]) | {"micro_batch": self._field(micro_batch)}
@@ -201,8 +196,7 @@ class Finder:
 
     def _needed(self, micro_batch: int, metrics: Metrics) -> int | None:
         """Return the bytes that a run would take: all ranks of this host together, or the GPU of the largest rank."""
-        assert self._spec.training
-        waits = missing_sample_bytes(self._spec.training, self._layouts[micro_batch])
+        waits = missing_sample_bytes(self._training, self._layouts[micro_batch])
         if self._spec.device_type == "cpu":
             peak = metrics.peak_memory_bytes
             return None if peak is None else (peak + waits) * self._ranks_here
@@ -212,7 +206,6 @@ class Finder:
 
     def _tried(self, micro_batch: int) -> Try:
         """Try a micro-batch in one short run."""
-        assert self._spec.training
         started = time.monotonic()
         record = self._short_run(micro_batch, try_options(self.config), "")
         if self._spec.device_type != "cpu" and not self._spec.virtual and record.metrics.device_memory_bytes:
@@ -221,7 +214,7 @@ class Finder:
         fits = record.status != "oom" and (needed or 0) <= self._search.room
         if fits and (seconds := record.step_seconds.median):  # the last try that fits is of the largest
             layout = self._layouts[micro_batch]
-            self._step_seconds = seconds * layout.accumulation / stand_in(self._spec.training, layout).accumulation
+            self._step_seconds = seconds * layout.accumulation / stand_in(self._training, layout).accumulation
         tried = Try(micro_batch, record.status, needed, fits, time.monotonic() - started)
         so_far = self._field(None)
         self.note(so_far | {"tries": [*so_far["tries"], to_builtins(tried)]})
@@ -229,9 +222,8 @@ class Finder:
 
     def _short_run(self, micro_batch: int, options: dict[str, Any], what: str, is_whole: bool = False) -> RunRecord:
         """Return the record of a short run, with whole steps if ``is_whole``, otherwise with shorter stand-ins."""
-        assert self._spec.training
         layout = self._layouts[micro_batch]
-        layout = layout if is_whole else stand_in(self._spec.training, layout)
+        layout = layout if is_whole else stand_in(self._training, layout)
         tries = self.directory / store.TRIES
         tries.mkdir(exist_ok=True)
         directory = tries / f"{len([*tries.iterdir()]) + 1}_micro_batch_{micro_batch}"  # earlier starts left some, too
