@@ -226,7 +226,6 @@ def _locally(composed: compose.Composed, world: World | None, line: resume.Line)
         run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
     directory = hydra_output.claim(composed, line.goes_on)
     agenda = Agenda.of(composed, runs, directory, line.only)
-    status = 0
     try:
         _execute(composed, agenda)
         followers.dismiss()

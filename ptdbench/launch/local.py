@@ -160,8 +160,9 @@ def start(
             # On a port that the kernel chooses, so that no other process can take it first.
             port, descriptor = listen(HERE, 0)
             store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-            for place in local_environments(size, HERE, store.port, os.environ, where):
-                rank = context.Process(target=_begin, args=(place, dict(os.environ), entry, *arguments))
+            environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ}  # torchrun's default
+            for place in local_environments(size, HERE, store.port, where):
+                rank = context.Process(target=_begin, args=(place, environ, entry, *arguments))
                 rank.start()
                 ranks.append(rank)
             while not overseer.look(ranks):

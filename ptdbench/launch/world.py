@@ -238,15 +238,8 @@ class Place:
 THIS_MACHINE = Place()
 
 
-def local_environments(
-    size: int, host: str, port: int, environ: Mapping[str, str], where: Place = THIS_MACHINE
-) -> Iterator[dict[str, str]]:
-    """Yield torchrun's variables for each rank of a launch on this machine, whose parent serves the store.
-
-    Settings in the parent's ``environ`` take precedence.
-    """
-    defaults = {"OMP_NUM_THREADS": None, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    settings = {name: value for name, default in defaults.items() if (value := environ.get(name, default))}
+def local_environments(size: int, host: str, port: int, where: Place = THIS_MACHINE) -> Iterator[dict[str, str]]:
+    """Yield torchrun's variables for each rank of a launch on this machine, whose parent serves the store."""
     launch = {
         "GROUP_WORLD_SIZE": str(where.nodes),
         "ROLE_NAME": "default",
@@ -262,7 +255,7 @@ def local_environments(
     for rank in where.ranks(size):
         place = torchrun_variables(World(rank, size, rank % on_node, on_node, "local"), host, port)
         place |= {"GROUP_RANK": str(rank // on_node), "ROLE_RANK": str(rank)}
-        yield {**where.environ, **settings, **launch, **place}
+        yield {**where.environ, **launch, **place}
 
 
 def restarts(environ: Mapping[str, str]) -> int:
