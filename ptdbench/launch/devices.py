@@ -15,7 +15,6 @@ from msgspec import Struct, json
 
 from ptdbench.launch import rendezvous
 from ptdbench.launch.peers import node
-from ptdbench.launch.settings import enable_expandable_segments
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, first_line, require
 from ptdbench.terminal import plural, rank_names
@@ -70,7 +69,6 @@ def _survey(world: World) -> list[VisibleGpus]:
 
 
 def _look(world: World) -> VisibleGpus:
-    enable_expandable_segments(os.environ)
     gpus, uuid, reason = torch.cuda.device_count(), "", ""
     try:
         if gpus == 1 and world.local_size > 1:
