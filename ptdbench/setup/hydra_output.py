@@ -1,17 +1,18 @@
 """The output directory of a command line, and Hydra's kinds of output: its files, ``--help``, ``--info``, ``--cfg``."""
 
 import argparse
-import copy
 import io
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import hydra
-from omegaconf import Container, DictConfig, OmegaConf, open_dict, read_write
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.launch import slurm
@@ -56,17 +57,21 @@ def shown_by_hydra(arguments: argparse.Namespace, conf: Path) -> int:
     if places and places[-1] - places[0] >= len(places):  # a flag is between them
         raise ConfigError([_line("Hydra shows this, and takes no flags between overrides; give them first")])
     task = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(lambda _: None)
+    _show(task, _as_typed if arguments.help else str)
+    return 0
+
+
+def _show(task: Callable[[], object], adapt: Callable[[str], str] = str) -> None:
+    """Print what Hydra prints in a task; raises ConfigError with Hydra's reason."""
     shown = io.StringIO()
     try:
         with redirect_stdout(shown):
             task()
-    except (ValueError, OmegaConfBaseException) as error:  # flags that exclude each other
+    except (ValueError, OmegaConfBaseException) as error:  # flags that exclude each other, or a missing value
         raise ConfigError([_line(first_line(error))]) from None
     finally:
         if shown.getvalue():
-            text = shown.getvalue().removesuffix("\n")
-            echo(_as_typed(text) if arguments.help else text)
-    return 0
+            echo(adapt(shown.getvalue().removesuffix("\n")))
 
 
 def _line(reason: str) -> Problem:
@@ -83,37 +88,16 @@ def _as_typed(text: str) -> str:
 
 
 def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
-    """Print the configuration of every run as Hydra does; return 0. Raises ConfigError for an unknown package."""
+    """Let Hydra print the configuration of every run; return 0. Raises ConfigError with Hydra's reason."""
     several = composed.is_sweep and len(composed.overrides) > 1
-    shown = composed.wholes[:1] if composed.searches else composed.wholes
-    for number, (whole, overrides) in enumerate(zip(shown, composed.overrides, strict=False)):
-        if several:
-            echo(f"{'---' + chr(10) if number else ''}# run {number}: {' '.join(overrides)}")
-        echo(_shown(copy.deepcopy(whole), arguments).removesuffix("\n"))
+    with composed.source.open():
+        show = GlobalHydra.instance().hydra.show_cfg  # type: ignore[union-attr]
+        for number, overrides in enumerate(composed.overrides[:1] if composed.searches else composed.overrides):
+            if several:
+                echo(f"{'---' + chr(10) if number else ''}# run {number}: {' '.join(overrides)}")
+            words = [*composed.hydras, *overrides]
+            _show(partial(show, composed.source.name, words, arguments.cfg, arguments.package, arguments.resolve))
     return 0
-
-
-def _shown(job: Any, arguments: argparse.Namespace) -> str:
-    """Return the requested part of a configuration as YAML."""
-    with read_write(job), open_dict(job):
-        if arguments.cfg == "job":
-            del job["hydra"]
-        elif arguments.cfg == "hydra":
-            job = OmegaConf.masked_copy(job, "hydra")
-            with read_write(job.hydra), open_dict(job.hydra):  # templates of the help, which is printed elsewhere
-                del job.hydra["hydra_help"], job.hydra["help"]
-        package = None if arguments.package == "_global_" else arguments.package
-        part = job if package is None else OmegaConf.select(job, package)
-        if part is None:
-            raise ConfigError([Problem("--package", package, "is no part of the configuration")])
-        if not isinstance(part, Container):
-            return str(part)
-        if arguments.resolve:
-            try:
-                OmegaConf.resolve(part)
-            except OmegaConfBaseException as error:
-                raise ConfigError([_line(first_line(error))]) from None
-        return f"# @package {package}\n" * (package is not None) + OmegaConf.to_yaml(part)
 
 
 def claim(composed: Composed, goes_on: Path | None) -> Path:
