@@ -83,7 +83,7 @@ def execute(arguments: argparse.Namespace) -> Ended:
     """
     source = compose.source(arguments)
     if arguments.hydra_help or arguments.shell_completion or (arguments.help and not arguments.overrides):
-        return hydra_output.shown_by_hydra(arguments, source.conf), None
+        return hydra_output.shown_by_hydra(arguments, source), None
     search_path.add_current()
     world = discover(os.environ)
     shows = arguments.cfg or arguments.help or arguments.info
@@ -96,7 +96,7 @@ def execute(arguments: argparse.Namespace) -> Ended:
     if shows:
         if arguments.cfg:
             return hydra_output.show_configs(arguments, composed), None
-        return hydra_output.shown_by_hydra(arguments, source.conf), None
+        return hydra_output.shown_by_hydra(arguments, source), None
     from ptdbench.sweep import blocks
 
     hydra_options.check(composed, world, line.goes_on)

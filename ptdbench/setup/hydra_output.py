@@ -3,24 +3,24 @@
 import argparse
 import io
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.launch import slurm
 from ptdbench.launch.world import restarts
-from ptdbench.problems import ConfigError, Problem, first_line, require
+from ptdbench.problems import ConfigError, Problem, first_line
 from ptdbench.records import ledger, ownership, record, store
 from ptdbench.setup.commandline import values
-from ptdbench.setup.compose import Composed
+from ptdbench.setup.compose import Composed, Source
 from ptdbench.setup.runs import Run
 from ptdbench.terminal import command, echo
 
@@ -48,34 +48,32 @@ def write_multirun(sweep: DictConfig, directory: Path) -> None:
     OmegaConf.save(sweep, directory / "multirun.yaml")
 
 
-def shown_by_hydra(arguments: argparse.Namespace, conf: Path) -> int:
+def shown_by_hydra(arguments: argparse.Namespace, source: Source) -> int:
     """Let Hydra print the requested information; return exit status 0. Raises ConfigError with Hydra's reason."""
-    if arguments.config_path and not Path(arguments.config_path).is_absolute():
-        rule = "must be absolute where Hydra shows something of it"
-        require(Problem("--config-path", arguments.config_path, rule, f"try {shlex.quote(str(conf))}"))
-    places = [place for place, word in enumerate(sys.argv) if word in arguments.overrides]
-    if places and places[-1] - places[0] >= len(places):  # a flag is between them
-        raise ConfigError([_line("Hydra shows this, and takes no flags between overrides; give them first")])
-    task = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(lambda _: None)
-    _show(task, _as_typed if arguments.help else str)
+    with source.open():
+        hydra: Any = GlobalHydra.instance().hydra
+        if arguments.help:
+            _show(hydra.app_help, source.name, get_args_parser(), arguments, adapt=_as_typed)
+        elif arguments.hydra_help:
+            _show(hydra.hydra_help, source.name, get_args_parser(), arguments)
+        elif arguments.shell_completion:
+            _show(hydra.shell_completion, source.name, arguments.overrides)
+        else:
+            _show(hydra.show_info, arguments.info, source.name, arguments.overrides)
     return 0
 
 
-def _show(task: Callable[[], object], adapt: Callable[[str], str] = str) -> None:
+def _show(task: Callable[..., object], *words: object, adapt: Callable[[str], str] = str) -> None:
     """Print what Hydra prints in a task; raises ConfigError with Hydra's reason."""
     shown = io.StringIO()
     try:
         with redirect_stdout(shown):
-            task()
-    except (ValueError, OmegaConfBaseException) as error:  # flags that exclude each other, or a missing value
-        raise ConfigError([_line(first_line(error))]) from None
+            task(*words)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError([Problem("command line", " ".join(sys.argv[1:]), first_line(error))]) from None
     finally:
         if shown.getvalue():
             echo(adapt(shown.getvalue().removesuffix("\n")))
-
-
-def _line(reason: str) -> Problem:
-    return Problem("command line", " ".join(sys.argv[1:]), reason)
 
 
 def _as_typed(text: str) -> str:
@@ -89,14 +87,14 @@ def _as_typed(text: str) -> str:
 
 def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
     """Let Hydra print the configuration of every run; return 0. Raises ConfigError with Hydra's reason."""
-    several = composed.is_sweep and len(composed.overrides) > 1
-    with composed.source.open():
-        show = GlobalHydra.instance().hydra.show_cfg  # type: ignore[union-attr]
+    several, source = composed.is_sweep and len(composed.overrides) > 1, composed.source
+    with source.open():
+        hydra: Any = GlobalHydra.instance().hydra
         for number, overrides in enumerate(composed.overrides[:1] if composed.searches else composed.overrides):
             if several:
                 echo(f"{'---' + chr(10) if number else ''}# run {number}: {' '.join(overrides)}")
             words = [*composed.hydras, *overrides]
-            _show(partial(show, composed.source.name, words, arguments.cfg, arguments.package, arguments.resolve))
+            _show(hydra.show_cfg, source.name, words, arguments.cfg, arguments.package, arguments.resolve)
     return 0
 
 
