@@ -1,6 +1,6 @@
 """The command line as Hydra reads it, with shorthands expanded.
 
-This file contains all uses of Hydra's internals: the grammar of its flags, and how ``--config-dir`` takes effect.
+It uses Hydra's internals for the grammar of its flags, and for how ``--config-dir`` takes effect.
 """
 
 import argparse
