@@ -9,14 +9,14 @@ what it needs when it runs, so that ``--help`` answers at once.
 import os
 import sys
 
-# What commands read may be somebody else's: python -m would take modules from the folder that it lies in. Commands that
-# import a user's modules add it after Python's own.
+# Commands may read another user's files: python -m would import modules from the folder that holds them. Commands that
+# import a user's modules add the folder after Python's own.
 if __name__ == "__main__":
     try:
-        here = os.getcwd()
+        current = os.getcwd()
     except FileNotFoundError:  # it was deleted
-        here = ""
-    if sys.path[0] == here:
+        current = ""
+    if sys.path[0] == current:
         del sys.path[0]
 
 import signal
@@ -45,7 +45,7 @@ def main() -> int:
         del sys.argv[1]
         entry.main()
     parser, of_commands = _parsers()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks how the line may go on
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
 
         argcomplete.autocomplete(parser)
@@ -86,7 +86,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of the whole command line, and that of each command."""
+    """Return the parser of the whole command line, and each command's parser."""
     program = "python -m ptdbench" if sys.argv[0].endswith("__main__.py") else "ptdbench"
     about = "Which way of parallelizing a PyTorch model is fastest on this machine or cluster?"
     tab = 'Completion by Tab: eval "$(register-python-argcomplete ptdbench)"'

@@ -18,7 +18,7 @@ from ptdbench.files import replace_bytes
 def user_cache() -> Path:
     """Return the folder ``ptdbench`` in the user's cache folder: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux.
 
-    Without a home, as of a container's user who is in no list, it is the user's own in the temporary folder.
+    Without a home folder, as in a container whose user has no entry in /etc/passwd, it is in the temporary folder.
     """
     with suppress(RuntimeError):
         if (folder := user_cache_path("ptdbench")).is_absolute():

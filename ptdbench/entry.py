@@ -1,7 +1,7 @@
 """``python train.py`` and ``ptdbench train``: what is checked before anything starts, and what is printed at the end.
 
-Nothing here imports torch before the command line has been parsed, so that ``--help`` and misspelled options are
-answered at once.
+Nothing here imports torch or NumPy before the command line has been composed, so that ``--help`` and misspelled
+options are answered at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, store
 from ptdbench.records.record import DONE
 from ptdbench.records.run_record import RunRecord
-from ptdbench.report import table, virtual
 from ptdbench.run import followers
 from ptdbench.setup import commandline, compose, hydra_options, hydra_output, resume
 from ptdbench.setup.config import Config, Slurm
-from ptdbench.setup.runs import Run
-from ptdbench.sweep import blocks
+from ptdbench.setup.runs import Run, Shape
 from ptdbench.terminal import echo, plural, transient
 
 if TYPE_CHECKING:
@@ -48,10 +46,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     """Call ``work``, which executes runs, and exit with its status, or with the status of the signal or error."""
     try:
         local.stop_on_signals()
-        settings.log_errors_only(os.environ)
-        by_hand.recognize(os.environ, sys.argv)
-        if discover(os.environ) is None:
-            settings.defer_sanitizer(os.environ)
+        set_up()
         sys.exit(work())
     except (ConfigError, store.Damaged) as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # perhaps only this rank knows it
@@ -65,7 +60,15 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
         forced_exit.exit_soon()
 
 
-#: An exit status, and the directory of the run or sweep that it is of; ``None`` if nothing was to be executed.
+def set_up() -> None:
+    """Apply what must be set before torch is imported; raises ConfigError if ``cluster=env`` is wrong."""
+    settings.log_errors_only(os.environ)
+    by_hand.recognize(os.environ, sys.argv)
+    if discover(os.environ) is None:
+        settings.defer_sanitizer(os.environ)
+
+
+#: An exit status, and the directory of the run or sweep; ``None`` if there was nothing to execute.
 Ended = tuple[int, Path | None]
 
 
@@ -79,8 +82,8 @@ def execute(arguments: argparse.Namespace) -> Ended:
         Stopped: A signal asked this process to stop.
     """
     source = compose.source(arguments)
-    if arguments.hydra_help or arguments.shell_completion:
-        return hydra_output.shown_by_hydra(arguments, source.conf), None
+    if arguments.hydra_help or arguments.shell_completion or (arguments.help and not arguments.overrides):
+        return hydra_output.shown_by_hydra(arguments, source), None
     search_path.add_current()
     world = discover(os.environ)
     shows = arguments.cfg or arguments.help or arguments.info
@@ -93,11 +96,13 @@ def execute(arguments: argparse.Namespace) -> Ended:
     if shows:
         if arguments.cfg:
             return hydra_output.show_configs(arguments, composed), None
-        return hydra_output.shown_by_hydra(arguments, source.conf), None
+        return hydra_output.shown_by_hydra(arguments, source), None
+    from ptdbench.sweep import blocks
+
     hydra_options.check(composed, world, line.goes_on)
     blocks.check(composed, line.goes_on)
     cluster = composed.configs[0].cluster  # the same for all jobs, except for their shape
-    return _on_cluster(composed, cluster, line) if isinstance(cluster, Slurm) else _here(composed, world, line)
+    return _on_cluster(composed, cluster, line) if isinstance(cluster, Slurm) else _locally(composed, world, line)
 
 
 def _follow(world: World) -> Path | None:
@@ -106,7 +111,7 @@ def _follow(world: World) -> Path | None:
     return directory and (ledger.sweep_of(directory) or directory)
 
 
-def carry_out(directories: Sequence[Path]) -> int:
+def execute_runs(directories: Sequence[Path]) -> int:
     """Execute the runs of directories, one after the other; return the exit status.
 
     A run that another process is executing, or whose record cannot be written, counts as not ok; the others continue.
@@ -155,8 +160,7 @@ def find_micro_batch(directory: Path, shape: str, command: Sequence[str]) -> int
 
     search_path.add_current()
     nodes, ranks, gpus = map(int, shape.split("x"))
-    steps = slurm.JobSteps(World(0, nodes * ranks, 0, ranks, "SLURM", nodes=nodes), gpus, command)
-    return int(not door.find_micro_batch(directory, steps))
+    return int(not door.find_micro_batch(directory, Shape(nodes, ranks, gpus, None), command))
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -167,6 +171,7 @@ def plan(arguments: argparse.Namespace) -> int:
     """
     from ptdbench import files
     from ptdbench.planning import anchors, plans
+    from ptdbench.report import table, virtual
 
     search_path.add_current()
     overrides = arguments.overrides
@@ -185,11 +190,11 @@ def plan(arguments: argparse.Namespace) -> int:
             echo(f"cached       {plural(made.cached, 'row')} planned earlier (plan --again plans anew)")
         if measure := virtual.measuring(records):
             timed = any(record.predicted.step_seconds for record in records)
-            told = "Measure what may be the fastest" if timed else "No time is predicted: measure those that fit"
-            echo(f"{told}:\n{measure}")
+            heading = "Measure what may be the fastest" if timed else "No time is predicted: measure those that fit"
+            echo(f"{heading}:\n{measure}")
     if made.stopped:
         raise made.stopped
-    return int(all(one["status"] != "ok" for one in made.records))
+    return int(all(record["status"] != "ok" for record in made.records))
 
 
 def _prepare_to_plan(configs: Sequence[Config]) -> None:
@@ -205,7 +210,7 @@ def _run(directory: Path) -> None:
     run(directory)
 
 
-def _here(composed: compose.Composed, world: World | None, line: resume.Line) -> Ended:
+def _locally(composed: compose.Composed, world: World | None, line: resume.Line) -> Ended:
     """Execute the runs on this machine, or as rank 0 of those that a launcher started."""
     if world:
         settings.enable_expandable_segments(os.environ)  # the checks may use this rank's GPU
@@ -221,9 +226,8 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
         run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
     directory = hydra_output.claim(composed, line.goes_on)
     agenda = Agenda.of(composed, runs, directory, line.only)
-    status = 0
     try:
-        _carry_out(composed, agenda)
+        _execute(composed, agenda)
         followers.dismiss()
     finally:
         status = _conclude(agenda)
@@ -251,7 +255,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     if queued:
         names = ", ".join(sorted(queued))
         echo(f"{plural(len(queued), 'run')} still in the queue, not submitted again: {names}", sys.stderr)
-    _carry_out(composed, agenda)
+    _execute(composed, agenda)
     if cluster.submit == "detach":
         return submission.report_refused(agenda.refused) or int(bool(agenda.skipped)), directory
     try:
@@ -264,7 +268,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
 
 
 def _missing(composed: compose.Composed, runs: Sequence[Run], line: resume.Line) -> Sequence[Run]:
-    """Return the runs of which a resumed sweep lacks a repeat, and refused ones; all of a search or a new sweep."""
+    """Return the refused runs, and one for each alternative with a repeat to execute; in a new sweep that is all."""
     from ptdbench.sweep.agenda import Agenda
 
     missing = set(range(len(runs)))
@@ -276,7 +280,7 @@ def _missing(composed: compose.Composed, runs: Sequence[Run], line: resume.Line)
 
 
 def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
-    """Return the runs of a resumed sweep whose jobs have not ended: each is left to its job."""
+    """Return the runs of a resumed sweep whose jobs have not ended, and will execute them."""
     from ptdbench.sweep import status
 
     if not line.goes_on or not store.run_directories(directory):
@@ -288,7 +292,7 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
     return frozenset(run.directory for run in sweep.runs if run.queue and not run.queue.is_over)
 
 
-def _carry_out(composed: compose.Composed, agenda: Agenda) -> None:
+def _execute(composed: compose.Composed, agenda: Agenda) -> None:
     from ptdbench.sweep import execution
 
     try:
@@ -344,6 +348,8 @@ def prepare_ranks(configs: Sequence[Config]) -> None:
 
 def _print_results(directory: Path, requested: int) -> list[RunRecord]:
     """Print the table of results, and how to resume if fewer runs than ``requested`` ended; return the records."""
+    from ptdbench.report import table
+
     records = table.show_results(directory)
     if sum(record.status in DONE for record in records) < requested and _needs_resume_hint(directory, records):
         started = records[0].start_command if records else ""

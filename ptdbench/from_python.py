@@ -12,8 +12,7 @@ from types import ModuleType
 from hydra.core.global_hydra import GlobalHydra
 
 from ptdbench import entry
-from ptdbench.launch import by_hand, local, settings
-from ptdbench.launch.world import discover
+from ptdbench.launch import local
 from ptdbench.problems import ConfigError
 from ptdbench.records import load, store
 from ptdbench.run import followers
@@ -50,10 +49,7 @@ def train(words: Sequence[str]) -> load.Run | load.Runs:
     with _as_program(words):
         followers.begin()
         try:
-            settings.log_errors_only(os.environ)
-            by_hand.recognize(os.environ, words)
-            if discover(os.environ) is None:
-                settings.defer_sanitizer(os.environ)
+            entry.set_up()
             with local.deferred():  # an interrupted import of torch could not be repeated in this process
                 from ptdbench.run import door  # noqa: F401
             with local.stopping():

@@ -88,8 +88,8 @@ class Results(Findings, kw_only=True):
 
     def fields(self) -> dict[str, object]:
         """Return the fields to write, in JSON types."""
-        given = {name: getattr(self, name) for name in Results.__struct_fields__}
-        return strict({name: value for name, value in given.items() if value is not getattr(_NOTHING, name)})
+        values = {name: getattr(self, name) for name in Results.__struct_fields__}
+        return strict({name: value for name, value in values.items() if value is not getattr(_NOTHING, name)})
 
 
 _NOTHING = Results()
@@ -99,7 +99,7 @@ class Outcome(Results):
     """The results of a workload, and how it ended."""
 
     #: The results of a workload from outside ptdbench, a mapping or a struct, under its name.
-    own: Mapping[str, object] = {}
+    results: Mapping[str, object] = {}
     #: An error that does not void the result, such as a loss that is not finite. It must be the same on every rank, as
     #: must ``stopped``: both decide what happens next.
     error: Exception | None = None
@@ -110,4 +110,4 @@ class Outcome(Results):
 
     def fields(self) -> dict[str, object]:
         """See :class:`Results`."""
-        return strict(self.own) | super().fields()
+        return strict(self.results) | super().fields()

@@ -49,7 +49,7 @@ class ConfigError(ValueError):
         return ConfigError(replace(p, option=f"{group}.{p.option}") for p in self.problems)
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Return the message of any exception, even one whose ``__str__`` raises."""
     try:
         return str(error)
@@ -59,7 +59,7 @@ def said(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its class if it has none."""
-    return said(error).strip().partition("\n")[0] or type(error).__name__
+    return message_of(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def require(*problems: Problem | None) -> None:
@@ -164,7 +164,7 @@ def _instead(flag: str, flags: Sequence[str], words: Sequence[str]) -> str:
     name, _, value = flag.lstrip("-").partition("=")
     following = "".join(words[words.index(flag) + 1 :][:1])
     value = value or ("" if "=" in following or following.startswith("-") else following)
-    near = nearest(name, [known[2:] for known in flags if known.startswith("--")])
+    near = nearest(name, [listed[2:] for listed in flags if listed.startswith("--")])
     takes_options = "--config-dir" in flags  # only with the folder of their configurations
     return f"--{near[0]}" if near else f"{name}={value}" if value and takes_options else ""
 

@@ -48,13 +48,13 @@ def inherited() -> dict[str, str]:
 @contextmanager
 def safe() -> Iterator[None]:
     """Within the context, processes of :mod:`multiprocessing`, which start with ``-c``, start in a harmless folder."""
-    here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # even if it was deleted, or cannot be listed
+    descriptor = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # even if it was deleted, or cannot be listed
     try:
         os.chdir(_STANDARD)
         yield
     finally:
-        os.fchdir(here)
-        os.close(here)
+        os.fchdir(descriptor)
+        os.close(descriptor)
 
 
 def add_current() -> None:
@@ -64,13 +64,13 @@ def add_current() -> None:
         ConfigError: There is none, or a file of it would be imported in place of a package that is needed here.
     """
     try:
-        here = Path.cwd()
+        current = Path.cwd()
     except FileNotFoundError:
         remedy = "change to another one, also if one of its name exists again"
         raise ConfigError([Problem("current directory", ".", "was deleted", remedy)]) from None
     needed = {*_LATER, *(name for name in sys.modules if "." not in name)} - sys.stdlib_module_names - {"__main__"}
-    require(*(_hidden(here, name) for name in sorted(needed)))
-    for folder in dict.fromkeys([os.environ.get(FOLDER, str(here)), str(here)]):
+    require(*(_hidden(current, name) for name in sorted(needed)))
+    for folder in dict.fromkeys([os.environ.get(FOLDER, str(current)), str(current)]):
         if folder not in sys.path:
             sys.path.insert(max(map(sys.path.index, standard()), default=-1) + 1, folder)
 

@@ -32,8 +32,8 @@ def as_variable(words: Sequence[str]) -> dict[str, str]:
 
 def _typed() -> list[str]:
     """Return the command line that started this process, or that submitted its job."""
-    given = os.environ.get(_VARIABLE)
-    return shlex.split(given) if given else sys.argv
+    words = os.environ.get(_VARIABLE)
+    return shlex.split(words) if words else sys.argv
 
 
 def command(name: str = "train") -> str:

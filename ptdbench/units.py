@@ -29,12 +29,7 @@ def size_text(size: int) -> str:
 
 def memory_text(size: int) -> str:
     """Format bytes of memory in GiB, below 1 GiB in MiB: ``1288490188`` becomes ``1.2 GiB``."""
-    return gib_text(size) if abs(size) >= 2**30 else f"{size / 2**20:.0f} MiB"
-
-
-def gib_text(size: int) -> str:
-    """Format bytes in GiB: ``1288490188`` becomes ``1.2 GiB``."""
-    return f"{size / 2**30:,.1f} GiB"
+    return f"{size / 2**30:,.1f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def bytes_text(size: float) -> str:
@@ -75,7 +70,7 @@ _UNITS = {
 
 def size_of(text: str) -> int:
     """Parse bytes with a unit, ``20GiB`` or ``1.5 TB``; raises ValueError for anything else, a bare number included."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\w+)", text.strip())
-    if not found or found[2] not in _UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\w+)", text.strip())
+    if not match or match[2] not in _UNITS:
         raise ValueError(f"{text} is not a size")
-    return round(float(found[1]) * _UNITS[found[2]])
+    return round(float(match[1]) * _UNITS[match[2]])

@@ -92,9 +92,10 @@ class TestHelp:
         done = forked.train_py("--cfg", "job", "parallel=fsdp", "--package", "parallel", cwd=tmp_path)  # one group
         assert (done.returncode, "reshard_after_forward: true" in done.stdout) == (0, True)
         assert "global_batch" not in done.stdout
-        done = forked.train_py("model=toy", "--hydra-help", "parallel=fsdp", cwd=tmp_path)
-        said = "Hydra shows this, and takes no flags between overrides; give them first"
-        assert (done.returncode, done.stderr) == (1, f"command line=model=toy --hydra-help parallel=fsdp: {said}\n")
+        done = forked.train_py("model=toy", "--info", "defaults", "parallel=fsdp", cwd=tmp_path)
+        assert (done.returncode, "parallel/fsdp" in done.stdout) == (0, True)
+        done = forked.train_py("--hydra-help", "modle=x", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (1, "command line=--hydra-help modle=x: Could not override 'modle'.\n")
         assert list(tmp_path.iterdir()) == []
 
     def test_a_configuration_of_ones_own_lies_in_the_current_directory(self, tmp_path):

@@ -65,7 +65,7 @@ def main(arguments: argparse.Namespace) -> int:
     from ptdbench.report import recorded_phases, text, versus
 
     try:
-        together = _carried_out(arguments) if arguments.python or arguments.checkout else None
+        together = _run_both_sides(arguments) if arguments.python or arguments.checkout else None
         if not together and len(arguments.words) != 2:
             rule = "takes two directories, before and after"
             remedy = "give both, or --python or --checkout twice"
@@ -101,15 +101,15 @@ def main(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _carried_out(arguments: argparse.Namespace) -> Path:
+def _run_both_sides(arguments: argparse.Namespace) -> Path:
     """Run both sides alternately; return the folder of their results, and print it if they are incomplete."""
     from ptdbench import files, search_path
     from ptdbench.launch import local
 
-    for name, given in (("--python", arguments.python), ("--checkout", arguments.checkout)):
-        if given and (len(given) != 2 or (arguments.python and arguments.checkout)):
+    for name, values in (("--python", arguments.python), ("--checkout", arguments.checkout)):
+        if values and (len(values) != 2 or (arguments.python and arguments.checkout)):
             remedy = "give --python twice, or --checkout twice"
-            require(Problem(name, ", ".join(given), "two sides are compared", remedy))
+            require(Problem(name, ", ".join(values), "two sides are compared", remedy))
     search_path.add_current()
     from ptdbench.records import store
     from ptdbench.sweep import alternating
@@ -153,9 +153,9 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
             require(Problem(option, value, "only training can be compared", "omit it, or give workload=train"))
         if option in ("repeat.block", "repeat.series"):
             require(Problem(option, value, "is set for each block of both sides", "omit it"))
-    own = [word for word in typed if commandline.option(word).startswith("repeat.")]
-    repeat = compose.compose_all(["repeat.runs=5", *own], multirun=True).configs[0].repeat
-    return [*(word for word in typed if word not in own), *commandline.short_runs(typed)], repeat
+    of_repeat = [word for word in typed if commandline.option(word).startswith("repeat.")]
+    repeat = compose.compose_all(["repeat.runs=5", *of_repeat], multirun=True).configs[0].repeat
+    return [*(word for word in typed if word not in of_repeat), *commandline.short_runs(typed)], repeat
 
 
 def _trained(folder: Path, damaged: list[str]) -> list[RunRecord]:

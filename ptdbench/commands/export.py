@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``export``."""
     parser.add_argument("directory", type=Path, help="of a run or of a sweep")
     parser.add_argument("--best", action="store_true", help="the fastest run of a sweep")
-    # Without a parser of YAML, whose import would delay every command.
+    # Without a YAML parser: importing one would delay every command.
     programs = re.findall(r"^(\w+):", (Path(__file__).parents[1] / "report" / "export.yaml").read_text(), re.MULTILINE)
     parser.add_argument("--to", choices=programs, required=True, help="the program; fsdp2: FSDP2 or DDP in PyTorch")
 

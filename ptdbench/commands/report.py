@@ -70,12 +70,12 @@ def _newest() -> Path:
     if not sweeps:
         rule = "there is no sweep in outputs"
         raise ConfigError([Problem("report", "(no directory)", rule, "give the directory of a run or of a sweep")])
-    return max(sweeps, key=lambda path: (path.name[:1].isdecimal(), path.name))  # names of one's own have no time
+    return max(sweeps, key=lambda path: (path.name[:1].isdecimal(), path.name))  # names that users choose have no time
 
 
 def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
-    given = [form for form in _FORMS if getattr(arguments, form)]
-    forms = dict.fromkeys([*(["html"] if arguments.open or not given else []), *given])
+    chosen = [form for form in _FORMS if getattr(arguments, form)]
+    forms = dict.fromkeys([*(["html"] if arguments.open or not chosen else []), *chosen])
     first = arguments.directories[0]
     folder = arguments.output or (first if first.is_dir() else first.parent)
     if arguments.output and not folder.is_dir():
@@ -89,7 +89,7 @@ def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
 
 
 def _loaded(directories: Sequence[Path]) -> tuple[list[Path], list[RunRecord]]:
-    """Return the directories that have runs, and their runs; of several, those without are named and left out."""
+    """Return the directories that have runs, and their runs; others are named and skipped."""
     from ptdbench.records.load import read
 
     kept: list[Path] = []

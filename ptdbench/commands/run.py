@@ -24,4 +24,4 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.tries:
         (directory,) = arguments.directories
         entry.exit_with(lambda: entry.find_micro_batch(directory, arguments.shape, arguments.tries))
-    entry.exit_with(lambda: entry.carry_out(arguments.directories))
+    entry.exit_with(lambda: entry.execute_runs(arguments.directories))

@@ -66,12 +66,12 @@ def _request(arguments: argparse.Namespace) -> Request:
     from ptdbench.virtual.machine import MOST_GPUS
 
     name, count = re.fullmatch(r"(.+?)(?:x(\d+))?", arguments.gpu).groups()  # type: ignore[union-attr]
-    number, memory, given = int(count or 1), None, {"--steps": arguments.steps, "--nodes": arguments.nodes}
+    number, memory, counts = int(count or 1), None, {"--steps": arguments.steps, "--nodes": arguments.nodes}
     if not 1 <= number <= MOST_GPUS:
         require(Problem("GPU", arguments.gpu, f"torch is compiled for 1 to {MOST_GPUS} GPUs of a node"))
     if not arguments.program:
         require(Problem("COMMAND", "(none)", "there is no program", f"try {arguments.gpu} -- python train.py"))
-    require(*at_least(1, **{option: value for option, value in given.items() if value is not None}))
+    require(*at_least(1, **{option: value for option, value in counts.items() if value is not None}))
     try:
         memory = size_of(arguments.memory) if arguments.memory else None
     except ValueError:
@@ -84,8 +84,8 @@ def _request(arguments: argparse.Namespace) -> Request:
     if nodes and Path(arguments.program[0]).name in _LAUNCHERS:
         rule = "--nodes and --ranks start each rank by themselves"
         require(Problem("COMMAND", arguments.program[0], rule, "give the program that it would start"))
-    how = {"steps": arguments.steps, "stacks": arguments.stacks}
-    return program.Request(arguments.program, name, gpu, number, memory, nodes, ranks, **how)
+    options = {"steps": arguments.steps, "stacks": arguments.stacks}
+    return program.Request(arguments.program, name, gpu, number, memory, nodes, ranks, **options)
 
 
 #: Programs that start ranks.
@@ -104,12 +104,12 @@ def _ranks(text: str, size: int) -> list[int]:
 def _list(program: Sequence[str]) -> int:
     from ptdbench.report.text import drawn
     from ptdbench.setup import gpus
-    from ptdbench.units import gib_text
+    from ptdbench.units import memory_text
 
     if program:
         require(Problem("GPU", "(none)", "there is no GPU for the program", f"try one of {', '.join(gpus.names())}"))
     rows = [
-        (name, gpu.name, gib_text(gpu.memory), gpu.source) for name, gpu in ((n, gpus.load(n)) for n in gpus.names())
+        (name, gpu.name, memory_text(gpu.memory), gpu.source) for name, gpu in ((n, gpus.load(n)) for n in gpus.names())
     ]
     words = ["GPU", "as torch names it", "memory", "sources"]
     echo(drawn(words, rows, width(), words=words))

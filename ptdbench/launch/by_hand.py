@@ -1,7 +1,7 @@
 """``cluster=env``: ranks whose launcher sets the variables that torch's ``env://`` reads, and none of its own.
 
-Such variables are as often stale as right, so that they count only if ``cluster=env`` is typed: as a word of the
-command line, because ranks other than 0 compose no configuration.
+Such variables are often stale, so they count only if ``cluster=env`` is typed as a word of the command line: ranks
+other than 0 compose no configuration.
 """
 
 import socket
@@ -26,7 +26,7 @@ def recognize(environ: MutableMapping[str, str], words: Iterable[str]) -> None:
     if world and world.size > 1:
         from ptdbench.launch import rendezvous  # it imports torch
 
-        store, here = rendezvous.store(), socket.gethostname()
-        store.set(f"host {world.rank}", here)
+        store, host = rendezvous.store(), socket.gethostname()
+        store.set(f"host {world.rank}", host)
         hosts = store.multi_get([f"host {rank}" for rank in range(world.size)])
-        environ[row.local_size] = str(hosts.count(here.encode()))
+        environ[row.local_size] = str(hosts.count(host.encode()))

@@ -7,7 +7,6 @@ ranks have none.
 
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import cache
 
 import torch
@@ -16,7 +15,6 @@ from msgspec import Struct, json
 
 from ptdbench.launch import rendezvous
 from ptdbench.launch.peers import node
-from ptdbench.launch.settings import enable_expandable_segments
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, first_line, require
 from ptdbench.terminal import plural, rank_names
@@ -56,29 +54,21 @@ def select(world: World, device: str) -> None:
 
 @cache
 def _survey(world: World) -> list[VisibleGpus]:
-    """Return what every rank sees, by rank; rank 0 gathers and broadcasts it."""
+    """Return what every rank sees, by rank."""
     store = dist.PrefixStore(f"devices {rendezvous.launch_name(world)}", rendezvous.store())
     store.set(str(world.rank), json.encode(_look(world)).decode())
-    if world.rank == 0:
-        keys = [str(rank) for rank in range(world.size)]
-        _await(store, keys, world, rendezvous.ARRIVAL)
-        store.set("all", f"[{','.join(value.decode() for value in store.multi_get(keys))}]")
-    _await(store, ["all"], world, 2 * rendezvous.ARRIVAL)  # rank 0 may still wait for another
-    return json.decode(store.get("all"), type=list[VisibleGpus])
-
-
-def _await(store: dist.Store, keys: list[str], world: World, patience: timedelta) -> None:
+    keys = [str(rank) for rank in range(world.size)]
     try:
-        store.wait(keys, patience)
+        store.wait(keys, rendezvous.ARRIVAL)
     except dist.DistError:
-        missing = [int(key) for key in keys if key != "all" and not store.check([key])] if world.rank == 0 else [0]
-        rule = f"{rank_names(missing)} sent no list of devices within {patience.seconds} s"
+        missing = [rank for rank in range(world.size) if not store.check([str(rank)])]
+        rule = f"{rank_names(missing)} sent no list of devices within {rendezvous.ARRIVAL.seconds} s"
         problem = Problem(world.launcher, f"{world.size} ranks", rule, "see their own output")
         raise rendezvous.NotMet([problem]) from None
+    return [json.decode(seen, type=VisibleGpus) for seen in store.multi_get(keys)]
 
 
 def _look(world: World) -> VisibleGpus:
-    enable_expandable_segments(os.environ)
     gpus, uuid, reason = torch.cuda.device_count(), "", ""
     try:
         if gpus == 1 and world.local_size > 1:

@@ -98,10 +98,9 @@ def check_sockets() -> None:
         with socket.socket(socket.AF_UNIX) as probe, tempfile.TemporaryDirectory(prefix="pymp-") as folder:
             probe.bind(f"{folder}/listener-12345678")  # as multiprocessing will
     except OSError as error:  # read-only, full, or the name is too long
-        given, reason = os.environ.get("TMPDIR", "(not set)"), error.strerror or str(error)
-        raise ConfigError(
-            [Problem("TMPDIR", given, reason, "set it to a folder with free space, such as /tmp")]
-        ) from None
+        typed, reason = os.environ.get("TMPDIR", "(not set)"), error.strerror or str(error)
+        remedy = "set it to a folder with free space, such as /tmp"
+        raise ConfigError([Problem("TMPDIR", typed, reason, remedy)]) from None
 
 
 def warm_up(modules: Iterable[str] = (), loading: Mapping[str, str] | None = None) -> None:
@@ -161,8 +160,9 @@ def start(
             # On a port that the kernel chooses, so that no other process can take it first.
             port, descriptor = listen(HERE, 0)
             store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-            for place in local_environments(size, HERE, store.port, os.environ, where):
-                rank = context.Process(target=_begin, args=(place, dict(os.environ), entry, *arguments))
+            environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ}  # torchrun's default
+            for place in local_environments(size, HERE, store.port, where):
+                rank = context.Process(target=_begin, args=(place, environ, entry, *arguments))
                 rank.start()
                 ranks.append(rank)
             while not overseer.look(ranks):

@@ -19,9 +19,9 @@ def bind_to_share(world: World, cores_per_rank: Any) -> None:
 
     ``cores_per_rank`` is a number, or ``auto`` for an equal share.
     """
-    here = node(os.environ), boot_id()  # several virtual machines may be called localhost
-    of_all: list[tuple[tuple[str, str], settings.Cores]] = gather((here, settings.own_cores()))
-    neighbors = [rank for rank, (machine, _) in enumerate(of_all) if machine == here]
+    identity = node(os.environ), boot_id()  # several virtual machines may be called localhost
+    of_all: list[tuple[tuple[str, str], settings.Cores]] = gather((identity, settings.own_cores()))
+    neighbors = [rank for rank, (machine, _) in enumerate(of_all) if machine == identity]
     of_neighbors, place = [of_all[rank][1] for rank in neighbors], neighbors.index(world.rank)
     settings.bind_cores(*settings.share_cores(of_neighbors, place, cores_per_rank, cgroups.cpus()))
 

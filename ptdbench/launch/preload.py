@@ -27,7 +27,7 @@ def _end(number: int, _: object) -> None:
     """End as by default, but remove the server's socket and its folder if its starter was killed, and cannot."""
     address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
     if os.getpid() == SERVER and os.getppid() != _STARTER and address:
-        with suppress(OSError):  # the folder is also that of processes that the starter was forked from, or has forked
+        with suppress(OSError):  # processes that the starter was forked from, or has forked, share the folder
             os.unlink(address)
             os.rmdir(os.path.dirname(address))
     signal.signal(number, signal.SIG_DFL)

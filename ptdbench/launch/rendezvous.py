@@ -225,7 +225,7 @@ class PresentCollectives(HostCollectives):
         self._ranks, self._size = Present(present, rank, store), size
 
     def gather(self, value: Any) -> list[Any]:
-        """Return each rank's value; for an absent rank, that of the rank that answers for it."""
+        """Return each rank's value; for an absent rank, the value of the rank that answers for it."""
         return self._ranks.gather(value, range(self._size))
 
     def reduce(self, numbers: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
@@ -297,7 +297,7 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
 
 
 def _resolve(host: str, port: int, until: float) -> None:
-    """Raise socket.gaierror if a name does not resolve ``until`` then, as that of a container that does not run yet."""
+    """Raise socket.gaierror if a name still does not resolve at the time ``until``: its container may start later."""
     while True:
         try:
             socket.getaddrinfo(host, port)

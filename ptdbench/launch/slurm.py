@@ -12,10 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-from ptdbench.launch import hostlist, lifetime
-from ptdbench.launch.world import World
+from ptdbench.launch import hostlist
 
 #: Timeout of a command in seconds. A busy controller answers late; one that is down makes some commands wait forever.
 PATIENCE = 30
@@ -291,22 +289,3 @@ def _words(output: str) -> str:
     """Return a command's messages, without its name and the severity at the start of each line."""
     lines = [re.sub(r"^(s\w+: )?((error|fatal): )?", "", line).strip() for line in output.splitlines()]
     return "\n".join(line for line in lines if line and not line.startswith('Try "'))
-
-
-@dataclass(frozen=True)
-class JobSteps:
-    """How a batch script starts the ranks of a run: as a job step."""
-
-    world: World  #: The world as its first rank will see it.
-    gpus: int  #: GPUs per node.
-    command: Sequence[str]  #: The command that starts all ranks; the run's directory is appended.
-
-    def start(self, directory: Path) -> int:
-        """Have the ranks execute the run of a directory, and wait for them; return srun's exit status."""
-        step = subprocess.Popen([*self.command, str(directory)])
-        try:
-            return lifetime.wait_for(step)
-        except BaseException:
-            step.terminate()  # srun ends its tasks
-            step.wait()
-            raise

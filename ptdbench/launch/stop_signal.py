@@ -17,17 +17,17 @@ _OF_THEIR_OWN = (MemoryError, FloatingPointError, torch.OutOfMemoryError)
 
 
 #: Approximate seconds between two checks: short compared with a cluster's grace period, long compared with a step.
-EVERY_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 
 
 class StopSignal:
     """Records this rank's stop signals, and reports them to all ranks after the same step.
 
     A handler may interrupt the rank anywhere, even inside a collective, so it only records the signal. The ranks
-    compare their signals between two steps. As that costs an all-reduce, they do so only about every ``every_seconds``,
-    or after every step if that is 0. They also agree on the number of steps until the next check: clocks differ, and
-    ranks that decided on their own would wait for each other in different steps. Long operations between two steps
-    are checked in the same way, with a separate count.
+    compare their signals between two steps. As that costs an all-reduce, they do so only about every
+    :data:`CHECK_SECONDS`. They also agree on the number of steps until the next check: clocks differ, and ranks that
+    decided on their own would wait for each other in different steps. Long operations between two steps are checked in
+    the same way, with a separate count.
 
     A rank that fails between a signal and that step raises :class:`ptdbench.launch.local.Stopped`: Ctrl-C also ends the
     compilers that it waits for, and their failure is not how the run ended. Running out of memory and diverging are.
@@ -37,8 +37,7 @@ class StopSignal:
     through their launcher.
     """
 
-    def __init__(self, every_seconds: float = EVERY_SECONDS) -> None:
-        self._every_seconds = every_seconds
+    def __init__(self) -> None:
         self._number = 0
         self._agreed: str | None = None
         self._handling = local.handling(self._note)
@@ -72,7 +71,7 @@ class StopSignal:
     def _ask(self, pace: _Pace, done: int) -> str | None:
         if self._agreed is None and done >= pace.next_check:
             number, seconds = collect.most(self._number, pace.seconds(done))
-            pace.checked(done, seconds, self._every_seconds)
+            pace.checked(done, seconds)
             self._agreed = signal.Signals(int(number)).name if number else None
         return self._agreed
 
@@ -92,10 +91,10 @@ class _Pace:
         """Return this rank's seconds per unit since the last check."""
         return (time.perf_counter() - self._at) / self._since(done)
 
-    def checked(self, done: int, seconds: float, every_seconds: float) -> None:
+    def checked(self, done: int, seconds: float) -> None:
         """Note a check in which all ranks have agreed on these ``seconds``."""
         # On a GPU the first steps seem to take no time until its queue is full, so the interval at most doubles.
-        self.next_check = done + max(1, min(2 * self._since(done), int(every_seconds / max(seconds, 1e-9))))
+        self.next_check = done + max(1, min(2 * self._since(done), int(CHECK_SECONDS / max(seconds, 1e-9))))
         self._last, self._at = done, time.perf_counter()
 
     def _since(self, done: int) -> int:

@@ -39,6 +39,9 @@ JOIN_OR_LEAVE_SECONDS = 600.0
 #: The phases of that work, worded for messages: "a rank has not ...".
 JOINED, LEFT = "joined the others", "left the process group"
 
+#: What may have happened to ranks that do not answer.
+_GONE = "stopped, or unreachable"
+
 #: The folder with the stacks, below the run's directory, as messages name it.
 FOLDER = "failures"
 
@@ -210,7 +213,7 @@ class Watchdog:
         has_store = self._world.started_by.has_store
         who = "the process that started the ranks" if has_store else "rank 0"
         message = (
-            f"{who} does not answer: {_gone(1)} (rank {self._world.rank} has not {_undone(self._mine)} for "
+            f"{who} does not answer: {_GONE} (rank {self._world.rank} has not {_undone(self._mine)} for "
             f"{self._allowed():g} s: {_where(self._mine)}); stacks in {FOLDER}/"
         )
         return (-1 if has_store else 0), message
@@ -339,17 +342,15 @@ def verdict(states: Mapping[int, State | None], seconds: float) -> tuple[int, st
     late = _last(busy) if busy else present
     undone = _undone(next(iter(_last(present if silent else late).values())))
     if silent:
-        culprits, what = silent, _gone(len(silent))
-        if undone == JOINED:
-            what = f"never came, {what}"
+        culprits, what = silent, f"never came, {_GONE}" if undone == JOINED else _GONE
     elif len(late) < len(states) or len(states) == 1:
         culprits, what = list(late), _places(late, together="")
     else:
         what = _places(present, together="all " if len(present) > 1 else "")
         return min(present), f"no rank has {undone} for {seconds:g} s: {what}; stacks in {FOLDER}/"
-    verb, their = ("has", "its") if len(culprits) == 1 else ("have", "their")
+    verb = "has" if len(culprits) == 1 else "have"
     others = {rank: state for rank, state in present.items() if rank not in culprits}
-    peers = f" ({their} peers {doing})" if (doing := _doing(others)) else ""
+    peers = f" (peers {doing})" if (doing := _doing(others)) else ""
     message = f"{rank_names(culprits)} {verb} not {undone} for {seconds:g} s: {what}{peers}; stacks in {FOLDER}/"
     return culprits[0], message
 
@@ -366,26 +367,20 @@ def _undone(state: State) -> str:
 
 
 def _doing(peers: Mapping[int, State]) -> str:
-    """Describe what the culprits' peers do: ``wait in all_reduce``, or ``are in step 15``; empty if unknown."""
+    """Describe what the culprits' peers do: ``waiting in all_reduce``, or ``in step 15``; empty if unknown."""
     if places := ", ".join(dict.fromkeys(state.place for state in peers.values() if state.waits)):
-        return f"wait in {places}"
+        return f"waiting in {places}"
     begun = max((state.begun for state in peers.values() if state.begun is not None), default=None)
-    return "" if begun is None else f"are in step {begun}"
+    return "" if begun is None else f"in step {begun}"
 
 
-def _gone(count: int) -> str:
-    return "stopped, or its machine is gone" if count == 1 else "stopped, or their machines are gone"
-
-
-def _where(state: State, count: int = 1) -> str:
-    singular, plural = ("waits", "wait") if state.waits else ("is", "are")
-    return f"{singular if count == 1 else plural} in {state.place}"
+def _where(state: State) -> str:
+    return f"{'waiting ' * state.waits}in {state.place}"
 
 
 def _places(states: Mapping[int, State], together: str) -> str:
     """Describe where ranks are, grouped by place; if all are in one place, ``together`` replaces their names."""
-    at = grouped(((state.place, state.waits), rank) for rank, state in states.items())
-    where = {_where(states[ranks[0]], len(ranks)): ranks for ranks in at.values()}
+    where = grouped((_where(state), rank) for rank, state in states.items())
     if len(where) == 1:
         return f"{together}{next(iter(where))}"
     return ", ".join(f"{rank_names(ranks)} {words}" for words, ranks in where.items())

@@ -115,29 +115,23 @@ def _is_slurm_shell(environ: Mapping[str, str]) -> bool:
 #: The variable that makes a process with torch's own variables a rank; ``cluster=env`` sets it.
 BY_HAND = "PTDBENCH_ENV"
 
+_TORCHRUN = Launcher(
+    proof=("TORCHELASTIC_RUN_ID",),
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    nodes="GROUP_WORLD_SIZE",
+    has_store=True,
+    linger_seconds=2.0,
+)
+
 #: In order of precedence: torchrun runs inside SLURM steps and under mpirun, and mpirun starts its helpers as a SLURM
 #: step, whose variables the ranks inherit, as workers of Ray do. ``srun --mpi=pmi2`` sets ``PMI_RANK`` as MPICH does,
 #: but not ``MPI_LOCALRANKID``.
 LAUNCHERS: dict[str, Launcher] = {
-    "torchrun": Launcher(
-        proof=("TORCHELASTIC_RUN_ID",),
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
-        nodes="GROUP_WORLD_SIZE",
-        has_store=True,
-        linger_seconds=2.0,
-    ),
-    "env": Launcher(
-        proof=(BY_HAND,),
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
-        linger_seconds=2.0,
-        starts_apart=True,
-    ),
+    "torchrun": _TORCHRUN,
+    "env": replace(_TORCHRUN, proof=(BY_HAND,), nodes="", has_store=False, starts_apart=True),
     "openmpi": Launcher(
         proof=("OMPI_COMM_WORLD_RANK",),
         rank="OMPI_COMM_WORLD_RANK",
@@ -152,7 +146,7 @@ LAUNCHERS: dict[str, Launcher] = {
         size="PMI_SIZE",
         local_rank="MPI_LOCALRANKID",
         local_size="MPI_LOCALNRANKS",
-        names=(("I_MPI_HYDRA_UUID",),),  # Intel MPI alone: MPICH tells its ranks nothing that another launch has not
+        names=(("I_MPI_HYDRA_UUID",),),  # Intel MPI only: nothing in the environment tells two launches of MPICH apart
     ),
     "srun": Launcher(
         proof=("SLURM_STEP_ID", "SLURM_PROCID"),
@@ -173,7 +167,7 @@ LAUNCHERS: dict[str, Launcher] = {
 PRESENT = "PTDBENCH_RANKS"
 
 #: All launchers, including this package, which starts ranks on one machine with torchrun's environment.
-KNOWN = {"local": replace(LAUNCHERS["torchrun"], has_parent=True), **LAUNCHERS}
+KNOWN = {"local": replace(_TORCHRUN, has_parent=True), **LAUNCHERS}
 
 #: The variables of ``init_process_group("env://")``: set for a rank started by hand, or stale.
 _NAMELESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -198,7 +192,7 @@ def discover(environ: Mapping[str, str]) -> World | None:
         remedy = f"start them with torchrun, srun, or mpirun of Open MPI, MPICH or Intel MPI; if stale, unset {size}"
         raise ConfigError([Problem(size, environ[size], rule, remedy)])
     if all(environ.get(name) for name in _NAMELESS) and _is_several(environ, "WORLD_SIZE"):
-        others = _said(environ, _NAMELESS[1:])
+        others = _listed(environ, _NAMELESS[1:])
         rule = f"with {others} this is one of several ranks, but no launcher has set variables of its own"
         remedy = f"add cluster=env if they are right, or unset {' '.join(_NAMELESS)}"
         raise ConfigError([Problem("RANK", environ["RANK"], rule, remedy)])
@@ -244,15 +238,8 @@ class Place:
 THIS_MACHINE = Place()
 
 
-def local_environments(
-    size: int, host: str, port: int, environ: Mapping[str, str], where: Place = THIS_MACHINE
-) -> Iterator[dict[str, str]]:
-    """Yield torchrun's variables for each rank of a launch on this machine, whose parent serves the store.
-
-    Settings in the parent's ``environ`` take precedence.
-    """
-    defaults = {"OMP_NUM_THREADS": None, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    settings = {name: value for name, default in defaults.items() if (value := environ.get(name, default))}
+def local_environments(size: int, host: str, port: int, where: Place = THIS_MACHINE) -> Iterator[dict[str, str]]:
+    """Yield torchrun's variables for each rank of a launch on this machine, whose parent serves the store."""
     launch = {
         "GROUP_WORLD_SIZE": str(where.nodes),
         "ROLE_NAME": "default",
@@ -268,7 +255,7 @@ def local_environments(
     for rank in where.ranks(size):
         place = torchrun_variables(World(rank, size, rank % on_node, on_node, "local"), host, port)
         place |= {"GROUP_RANK": str(rank // on_node), "ROLE_RANK": str(rank)}
-        yield {**where.environ, **settings, **launch, **place}
+        yield {**where.environ, **launch, **place}
 
 
 def restarts(environ: Mapping[str, str]) -> int:
@@ -292,7 +279,7 @@ def _place(environ: Mapping[str, str], name: str, launcher: Launcher) -> World:
     local_size = _local_size(environ, name, launcher)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         rule = "must satisfy 0 <= rank < world size and 0 <= local rank < ranks of the node <= world size"
-        raise _refusal(environ, name, _said(environ, launcher.variables), rule)
+        raise _refusal(environ, name, _listed(environ, launcher.variables), rule)
     nodes = None if size % local_size else size // local_size
     if launcher.nodes in environ:
         nodes = _number(environ, launcher.nodes, name)
@@ -323,12 +310,12 @@ def _number(environ: Mapping[str, str], variable: str, name: str) -> int:
 def _refusal(environ: Mapping[str, str], option: str, value: str, rule: str) -> ConfigError:
     """Return the error, with all that the environment says, so that a user can tell which variables are stale."""
     started = {name: launcher for name, launcher in LAUNCHERS.items() if launcher.started(environ)}
-    sources = "".join(f"\n  {name}: {_said(environ, launcher.variables)}" for name, launcher in started.items())
+    sources = "".join(f"\n  {name}: {_listed(environ, launcher.variables)}" for name, launcher in started.items())
     remedy = f"unset the stale variables or use torchrun; the environment says{sources}"
     if [*started][:1] == ["env"]:
         remedy = "set it for every rank (0 where a node has one), or omit cluster=env"
     return ConfigError([Problem(option, value, rule, remedy)])
 
 
-def _said(environ: Mapping[str, str], names: tuple[str, ...] | list[str]) -> str:
+def _listed(environ: Mapping[str, str], names: tuple[str, ...] | list[str]) -> str:
     return " ".join(f"{name}={environ.get(name, '(not set)')}" for name in names)

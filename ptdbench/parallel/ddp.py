@@ -15,7 +15,7 @@ from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.setting import Setting
 from ptdbench.parallel.zero import Zero1
-from ptdbench.problems import ConfigError, Problem, require, said
+from ptdbench.problems import ConfigError, Problem, message_of, require
 
 #: Communication hooks that average a bucket in a narrower dtype than its own.
 _NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
@@ -80,7 +80,7 @@ def _explaining(static_graph: bool | str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not any(text in said(error) for text in _CHANGED):
+        if not any(text in message_of(error) for text in _CHANGED):
             raise
         rule = "some weights get gradients only in some steps or on some ranks, so DDP must look for them in each pass"
         remedy = "try find_unused, or parallel=fsdp if all ranks use the same ones"

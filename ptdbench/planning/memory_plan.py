@@ -43,7 +43,7 @@ from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
 from ptdbench.setup.run_spec import RunSpec
 from ptdbench.setup.training_spec import Flops
-from ptdbench.units import gib_text
+from ptdbench.units import memory_text
 from ptdbench.virtual.watch import LOGS
 
 #: Allocatable bytes while needs are determined, so that a run that does not fit still reports its need.
@@ -114,8 +114,8 @@ def _with_any_batch(config: Config) -> Config:
     options = config.call("parallel").options
     degrees = (options.get(name) for name in (*Dims.rows(), "microbatches"))
     counts = (config.cluster.nodes, config.cluster.ranks_per_node, *degrees)
-    given = (count for count in counts if isinstance(count, int) and count > 0)
-    return config.changed({"train.global_batch": math.prod([_ANY_BATCH, *given])})
+    positive = (count for count in counts if isinstance(count, int) and count > 0)
+    return config.changed({"train.global_batch": math.prod([_ANY_BATCH, *positive])})
 
 
 def _obstacle(config: Config, spec: RunSpec) -> str | None:
@@ -132,8 +132,8 @@ def _obstacle(config: Config, spec: RunSpec) -> str | None:
     needed, available = max(state.total for state in spec.training.footprints()), host_memory().available
     if needed <= available:
         return None
-    offload = f"offload={spec.config.general.offload} keeps {gib_text(needed)} per rank in host memory"
-    return f"{offload}, but this machine has {gib_text(available)} to run one"
+    offload = f"offload={spec.config.general.offload} keeps {memory_text(needed)} per rank in host memory"
+    return f"{offload}, but this machine has {memory_text(available)} to run one"
 
 
 def _state_only(request: PlanRequest, spec: RunSpec, reason: str) -> dict[str, object]:
@@ -151,9 +151,9 @@ def _state_only(request: PlanRequest, spec: RunSpec, reason: str) -> dict[str, o
         planned.capacity_bytes, planned.capacity_of, planned.room_bytes = room.size, room.origin, room.size
         if needs > room.size:
             planned.fits = False
-            shortfall = f"weights, gradients and optimizer state take {gib_text(needs)}, but {room.owner} has "
-            shortfall += f"{gib_text(room.size)}; {checks.remedy(training, room)}"
-    return {**spec.summary.fields, **_as_planned(layout, planned, shortfall)}
+            shortfall = f"weights, gradients and optimizer state take {memory_text(needs)}, but {room.owner} has "
+            shortfall += f"{memory_text(room.size)}; {checks.remedy(training, room)}"
+    return {**spec.summary, **_as_planned(layout, planned, shortfall)}
 
 
 def _recorded(state: Sequence[StateBytes]) -> list[schema.Footprint]:
@@ -213,7 +213,8 @@ class _Virtual:
         self._records[micro_batch] = record = self._run(micro_batch, roomy, profiled)
         if not (account := record.virtual):
             return Try(micro_batch, "oom", None, False, time.monotonic() - started)
-        allocated, needed = (self._most(micro_batch, of) for of in (account.allocated_bytes, account.reserved_bytes))
+        allocated = self._most(micro_batch, account.allocated_bytes)
+        needed = self._most(micro_batch, account.reserved_bytes)
         fits = needed <= self._room
         if not fits and allocated <= self._room:  # torch frees its cache before it reports out of memory
             outside = sum(self._outside_allocator(micro_batch).values()) - self._gpu.context  # which the GPU counts
@@ -266,7 +267,7 @@ class _Virtual:
         cores = 1 if config.profile.steps else self._request.cores
         for start in range(0, len(ranks), cores):
             group = config.changed({"virtual.ranks": ranks[start : start + cores]})
-            fields = {**self._spec.summary.fields, "layout": step.as_dict()}
+            fields = {**self._spec.summary, "layout": step.as_dict()}
             with tempfile.TemporaryDirectory(prefix="ptdbench-plan-") as folder:
                 open_try(Path(folder), group, fields)
                 title = headed(Heading(f"{self._request.title} · micro-batch {step.micro_batch}"))
@@ -296,7 +297,7 @@ class _Virtual:
             tries=search.tries,
             fits=next((attempt.fits for attempt in reversed(search.tries) if attempt.micro_batch == shown), False),
         )
-        fields: Mapping[str, object] = self._spec.summary.fields
+        fields: Mapping[str, object] = self._spec.summary
         if (account := record.virtual) and account.ranks and account.allocated_bytes and account.reserved_bytes:
             most = account.reserved_bytes.index(max(account.reserved_bytes))
             planned.rank = account.ranks[most]
@@ -331,9 +332,9 @@ class _Virtual:
 
     def _shortfall(self, shown: int, needed: int | None, search: Search) -> str:
         """Return the message about what does not fit, and what would."""
-        left = f"memory_reserve={self._reserve:g} leaves {gib_text(self._room)}"
-        has = f"a GPU has {gib_text(self._gpu.memory)}, and {left}"
-        needs = gib_text(needed) if needed else f"more than {gib_text(self._gpu.memory // 8 * 9)}"
+        left = f"memory_reserve={self._reserve:g} leaves {memory_text(self._room)}"
+        has = f"a GPU has {memory_text(self._gpu.memory)}, and {left}"
+        needs = memory_text(needed) if needed else f"more than {memory_text(self._gpu.memory // 8 * 9)}"
         rule = f"micro-batch {shown} needs {needs}, but {has}"
         if search.best:
             return f"{rule}; train.micro_batch={search.best} fits"
@@ -346,9 +347,8 @@ class _Virtual:
         if not self._training.strategy.gathers_weights(dims := self._training.layout.dims):
             rest += self._gathered() + (dims.pipeline > 1) * max(state.gradients for state in self._state)
         if rest >= self._room:
-            return (
-                f"{rule}; none fits: micro-batch {size} needs {gib_text(rest)} besides the training state{self._else()}"
-            )
+            needs = f"micro-batch {size} needs {memory_text(rest)} besides the training state"
+            return f"{rule}; none fits: {needs}{self._else()}"
         return f"{rule}; none fits; micro-batch {size} would {self._conditions(size, self._room - rest)}"
 
     def _conditions(self, size: int, free: int) -> str:

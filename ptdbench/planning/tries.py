@@ -88,10 +88,10 @@ def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPla
     fewest = max(dims.pipeline, schedule.fewest(dims.pipeline, strategy.stages_on_rank)) if staged else 1
     if staged and isinstance(strategy.microbatches, int):
         fewest = strategy.microbatches
-    free, given = {size: dims.batch * size * fewest for size in _POWERS}, divisors(training.layout.replica_batch)
+    free, divided = {size: dims.batch * size * fewest for size in _POWERS}, divisors(training.layout.replica_batch)
     possible = {}
     first: ConfigError | None = None
-    for size, total in (free if is_free else dict.fromkeys(given, batch)).items():
+    for size, total in (free if is_free else dict.fromkeys(divided, batch)).items():
         try:
             possible[size] = strategy.layout(dims, total, size)
         except ConfigError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ptdbench.files import replace_bytes, write_json
 from ptdbench.launch.local import STOP_SIGNALS
-from ptdbench.problems import said
+from ptdbench.problems import message_of
 from ptdbench.records.schema import Error
 
 _PACKAGE = Path(__file__).parents[1]
@@ -94,7 +94,7 @@ def describe(exception: BaseException, rank: int) -> Failure:
     return Failure(
         rank=rank,
         type=type(cause).__name__,
-        message=_shortened(said(cause), _LONGEST_MESSAGE),
+        message=_shortened(message_of(cause), _LONGEST_MESSAGE),
         traceback=_shortened("".join(traceback.format_exception(exception)), _LONGEST_TRACEBACK),
         where=user_frame(cause) or user_frame(exception),
     )

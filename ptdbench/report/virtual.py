@@ -18,7 +18,7 @@ from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import FirstStep, Messages, Plan, Virtual
 from ptdbench.report.text import drawn, figure_text, wrap
 from ptdbench.terminal import command, plain, plural, rank_names
-from ptdbench.units import gib_text, memory_text, size_text, three_digits
+from ptdbench.units import memory_text, size_text, three_digits
 
 
 def is_ok(record: RunRecord) -> bool:
@@ -110,7 +110,7 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
     simulated = [record for record in records if record.plan.stands_for]
     for plan in (record.plan for record in simulated):
         samples = ", the samples that wait for their pass" if "samples" in (plan.outside or {}) else ""
-        usable, whole = gib_text(plan.room_bytes or 0), gib_text(plan.capacity_bytes or 0)
+        usable, whole = memory_text(plan.room_bytes or 0), memory_text(plan.capacity_bytes or 0)
         yield (
             f"left: of {usable} usable ({whole} of {plan.capacity_of} less memory_reserve), after torch's reserved "
             f"memory{samples} and the estimated CUDA context and NCCL buffers"
@@ -135,7 +135,7 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
         yield "evaluation (eval.every) is left out: a batch of it, of eval.micro_batch samples, may need more"
     offloaded = (record.plan.state for record in records if record.option("offload", str) not in (None, "none"))
     for size in dict.fromkeys(max(sum(astuple(of_stage)) for of_stage in state) for state in offloaded if state):
-        yield f"offload: {gib_text(size)} of a rank are in host memory, which is compared with nothing"
+        yield f"offload: {memory_text(size)} of a rank are in host memory, which is compared with nothing"
     yield from _of_models(records)
     for plan in (record.plan for record in records):
         if plan.capacity_bytes and plan.reason:

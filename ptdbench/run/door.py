@@ -12,13 +12,14 @@ import os
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from ptdbench.launch import rendezvous, settings
-from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.world import World, discover
 from ptdbench.measure.clock import Stopwatch
 from ptdbench.measure.hardware import environment
@@ -31,6 +32,7 @@ from ptdbench.report.display import Display
 from ptdbench.run import ending, micro_batch, rank, ranks
 from ptdbench.setup import resume, training_spec
 from ptdbench.setup.config import of_record
+from ptdbench.setup.runs import Shape
 from ptdbench.terminal import echo
 
 
@@ -56,19 +58,20 @@ def run(directory: Path) -> None:
         raise SystemExit(1) from None
 
 
-def find_micro_batch(directory: Path, steps: JobSteps) -> bool:
+def find_micro_batch(directory: Path, shape: Shape, command: Sequence[str]) -> bool:
     """Find the micro-batch of a directory's run with steps of a SLURM job; return whether there is one.
 
-    If not, the run has failed, and its record says why.
+    ``command`` starts all ranks of a run, and its directory is appended. Without a micro-batch the run has failed, and
+    its record says why.
 
     Raises:
         SystemExit: An earlier start of the run is still in progress.
         Stopped: A signal asked this process to stop; the record is written.
     """
     attempt = claimed(Attempt(directory, uuid.uuid4().hex), "srun")
-    opened = store.read_record(directory)
+    opened, execute = store.read_record(directory), partial(micro_batch.in_step, command)
     with settings.added(opened.variables or {}):
-        return micro_batch.find(of_record(opened.written), attempt, display.heading(opened), steps, run)
+        return micro_batch.find(of_record(opened.written), attempt, display.heading(opened), execute, shape)
 
 
 def _run(directory: Path, world: World | None) -> None:
@@ -96,7 +99,7 @@ def _run(directory: Path, world: World | None) -> None:
         if not isinstance(error, Exception):
             raise
         return
-    if not needs_search(config) or micro_batch.find(config, attempt, heading, None, run):
+    if not needs_search(config) or micro_batch.find(config, attempt, heading, run):
         ranks.start(config, attempt, watch, heading)
 
 

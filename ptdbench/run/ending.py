@@ -103,27 +103,27 @@ def report(world: World, attempt: Attempt, error: BaseException) -> None:
     Every rank does both: the last one to do so knows the most.
     """
     launcher = world.started_by
-    own = described = failure.describe(error, world.rank)
+    mine = described = failure.describe(error, world.rank)
     with suppress(OSError):  # the disk may be full
-        own = failure.write_failure(attempt.failures, described)
-    cause = _conclude(world, attempt, own)
-    if cause.rank != world.rank or is_stop(own):
-        _await_reports(world, attempt, own)
-        cause = _conclude(world, attempt, own)
+        mine = failure.write_failure(attempt.failures, described)
+    cause = _conclude(world, attempt, mine)
+    if cause.rank != world.rank or is_stop(mine):
+        _await_reports(world, attempt, mine)
+        cause = _conclude(world, attempt, mine)
     if not launcher.has_parent and cause.rank == world.rank:
         echo(f"rank {world.rank}: {described.traceback}", sys.stderr)  # rank 0 may not live to print it
-    if launcher.has_step and world.rank in (cause.rank, (failure.read_failures(attempt.failures) or [own])[0].rank):
+    if launcher.has_step and world.rank in (cause.rank, (failure.read_failures(attempt.failures) or [mine])[0].rank):
         # For ranks that do not notice the loss of a peer.
         slurm.end_step(os.environ, after=5 * launcher.linger_seconds)
 
 
-def _conclude(world: World, attempt: Attempt, own: failure.Failure) -> failure.Failure:
+def _conclude(world: World, attempt: Attempt, mine: failure.Failure) -> failure.Failure:
     """Return the cause of the failure as far as it is known; record it unless the record is already settled."""
-    cause = own
+    cause = mine
 
     def change(written: dict[str, Any]) -> Written | None:
         nonlocal cause
-        cause = root_cause(failure.read_failures(attempt.failures) or [own], world.size)
+        cause = root_cause(failure.read_failures(attempt.failures) or [mine], world.size)
         if record.is_settled(written):
             return None
         failure.write_traceback(attempt.directory, cause)
@@ -134,18 +134,18 @@ def _conclude(world: World, attempt: Attempt, own: failure.Failure) -> failure.F
     return cause
 
 
-def _await_reports(world: World, attempt: Attempt, own: failure.Failure) -> None:
+def _await_reports(world: World, attempt: Attempt, mine: failure.Failure) -> None:
     """Give the other ranks time to report; a rank that was stopped notes in its report which ranks did not.
 
     It notes them only once all ranks have met: a rank that is still starting cannot report anything.
     """
     until = time.monotonic() + world.started_by.linger_seconds
-    while (_silent(world, attempt) or not is_stop(own)) and time.monotonic() < until:
+    while (_silent(world, attempt) or not is_stop(mine)) and time.monotonic() < until:
         time.sleep(0.1)
     unheard = _silent(world, attempt)
-    if is_stop(own) and unheard and dist.is_initialized():
+    if is_stop(mine) and unheard and dist.is_initialized():
         with suppress(OSError):
-            failure.amend_failure(attempt.failures, replace(own, unheard=unheard))
+            failure.amend_failure(attempt.failures, replace(mine, unheard=unheard))
 
 
 def _silent(world: World, attempt: Attempt) -> list[int]:

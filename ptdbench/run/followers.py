@@ -1,4 +1,4 @@
-"""Ranks that a launcher started: rank 0 alone reads the command line, and tells the others which run comes next."""
+"""Ranks that a launcher started: rank 0 alone reads the command line, and tells the others which run is next."""
 
 import os
 from contextlib import suppress
@@ -7,10 +7,10 @@ from pathlib import Path
 from ptdbench.launch.world import World, discover
 from ptdbench.problems import ConfigError
 
-#: What rank 0 says after the last run; otherwise it says a directory.
+#: Sent by rank 0 after the last run, in place of a directory.
 _END = ""
 
-#: The numbers of the command in this process, and of what rank 0 has said in it.
+#: The number of the command in this process, and of the last message within it.
 _place = [0, 0]
 
 
@@ -48,9 +48,9 @@ def follow(world: World) -> Path | None:
 
 
 def _say(world: World, directory: str, refused: ConfigError | None) -> str:
-    """Return what rank 0 says; the others' words are not heard."""
+    """Return the message of rank 0; arguments on other ranks are ignored."""
     from ptdbench.launch import rendezvous  # it imports torch
 
     _place[1] += 1
-    said = rendezvous.agree("command {}.{}".format(*_place), world, lambda: f"run {directory}", refused)
-    return said.removeprefix("run ")
+    message = rendezvous.agree("command {}.{}".format(*_place), world, lambda: f"run {directory}", refused)
+    return message.removeprefix("run ")

@@ -7,9 +7,8 @@ whichever was out of memory, and none of them decides anything.
 import math
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from msgspec import to_builtins
 from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
 from ptdbench.launch import local
-from ptdbench.launch.slurm import JobSteps
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.planning.search import Search
 from ptdbench.planning.tries import (
@@ -41,11 +39,11 @@ from ptdbench.report.remarks import reason
 from ptdbench.run import ending
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config, Slurm
-from ptdbench.setup.run_spec import RunSpec
+from ptdbench.setup.runs import Shape
 from ptdbench.terminal import echo
-from ptdbench.units import gib_text
+from ptdbench.units import memory_text
 
-#: How far beyond the largest try a line is trusted, as a factor: resident memory is not an exact figure.
+#: Factor beyond the largest try up to which a line is trusted: resident memory is not an exact figure.
 _STRIDE = 64
 
 #: Maximum number of short runs to find the largest.
@@ -69,15 +67,15 @@ class Broken(RuntimeError):
     """A try failed for a reason other than memory, and so would the run."""
 
 
-def find(config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | None, carry_out: Execute) -> bool:
+def find(config: Config, attempt: Attempt, heading: Heading, execute: Execute, shape: Shape | None = None) -> bool:
     """Find the micro-batch of a run, and record it with the run's layout; the ranks take both from the record.
 
     Args:
         config: The run's configuration.
         attempt: The start of the run, which has claimed its record.
         heading: The heading of its display.
-        steps: How to start ranks, if a job's batch script searches; ``None`` if they are started on this machine.
-        carry_out: Executes a try on this machine.
+        execute: Executes a try.
+        shape: The shape of the job whose batch script searches; ``None`` if this machine executes the tries.
 
     Returns:
         Whether there is one; if not, the run has failed, and its record says why.
@@ -89,11 +87,10 @@ def find(config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | N
     def note(fields: Mapping[str, Any]) -> None:
         attempt.amend(lambda written: written | {"micro_batch": fields}, durable=False)
 
-    start = partial(_in_step, steps) if steps else carry_out
-    finder = Finder(attempt.directory, config, heading, start, note, steps)
     earlier = store.read_record(attempt.directory).micro_batch.found
     try:
-        fields = (finder.given(earlier) if earlier else None) or finder.find()
+        finder = Finder(attempt.directory, config, heading, execute, note, shape)
+        fields = (finder.reuse(earlier) if earlier else None) or finder.find()
     except (ConfigError, MemoryError, RuntimeError) as error:
         ending.fail(attempt, failure.describe(error, rank=-1))
         return False
@@ -106,10 +103,12 @@ def find(config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | N
     return True
 
 
-def _in_step(steps: JobSteps, directory: Path) -> None:
+def in_step(command: Sequence[str], directory: Path) -> None:
     """Execute a run as a step of the job; if the step ends without a result, record that as the failure."""
     echo(str(display.heading(store.read_record(directory))), sys.stderr)
-    status = steps.start(directory)
+    status, stopped = local.attended([*command, str(directory)])
+    if stopped:
+        raise local.Stopped(stopped)
     written = store.load_record(directory)
     if record.is_open(written):
         cause = failure.Failure(-1, "Gone", f"its step ended with exit status {status} and without a result")
@@ -118,78 +117,73 @@ def _in_step(steps: JobSteps, directory: Path) -> None:
 
 @dataclass
 class Finder:
-    """The search for the micro-batch of one run."""
+    """The search for the micro-batch of one run; raises ConfigError for a configuration that is invalid."""
 
     directory: Path  #: The run's directory.
     config: Config  #: Its configuration.
     heading: Heading  #: The heading of its display.
-    carry_out: Execute  #: Executes a try.
+    execute: Execute  #: Executes a try.
     note: Callable[[dict[str, Any]], None]  #: Updates the record's field ``micro_batch`` after each try.
-    #: How to start ranks, if a job's batch script searches; ``None`` if they are started on this machine.
-    steps: JobSteps | None = None
+    shape: Shape | None = None  #: Of the job whose batch script searches; ``None`` on this machine.
     _rates: dict[int, list[float]] = field(default_factory=dict)
     _step_seconds: float = 0.0  #: Of a whole step of the largest micro-batch that fits; 0 if unknown.
+
+    def __post_init__(self) -> None:
+        world, gpus = (self.shape.world, self.shape.gpus_per_node) if self.shape else (None, None)
+        self._spec = run_spec.specify(self.config, world, gpus)
+        if not self._spec.training:
+            name, wanted = self.config.call("workload").name, self.config.train.micro_batch
+            raise ConfigError([Problem("train.micro_batch", wanted, f"workload={name} does not train", "try auto")])
+        self._training = self._spec.training
+        self._layouts = layouts(self._training)
 
     def find(self) -> dict[str, Any]:
         """Find the micro-batch; return the record's fields that it determines.
 
         Raises:
-            ConfigError: The run's configuration is invalid.
             MemoryError: Not even the smallest fits.
             Broken: A try failed for a reason other than memory.
         """
-        self._spec = self._specify()
-        if not self._spec.training:
-            name, asked = self.config.call("workload").name, self.config.train.micro_batch
-            raise ConfigError([Problem("train.micro_batch", asked, f"workload={name} does not train", "try auto")])
-        self._layouts = layouts(self._spec.training)
         candidates = list(self._layouts)
         stride = 0 if self._spec.virtual else _STRIDE
-        always = held(self._spec.training, self._layouts, self._ranks_here if self._spec.device_type == "cpu" else 1)
+        always = held(self._training, self._layouts, self._ranks_here if self._spec.device_type == "cpu" else 1)
         search = self._search = Search(candidates, self._room(None), self._tried, _MOST, stride, held=always)
         largest = search.largest()
         if largest is None:
-            smallest = next(one for one in search.tries if one.micro_batch == candidates[0])
-            needs = "" if smallest.needed_bytes is None else f": it needs {gib_text(smallest.needed_bytes)}"
-            room = "a GPU" if search.room == _UNKNOWN else gib_text(search.room)
+            smallest = next(attempt for attempt in search.tries if attempt.micro_batch == candidates[0])
+            needs = "" if smallest.needed_bytes is None else f": it needs {memory_text(smallest.needed_bytes)}"
+            room = "a GPU" if search.room == _UNKNOWN else memory_text(search.room)
             raise MemoryError(f"not even micro-batch {candidates[0]} fits into {room}{needs}")
         if self.config.train.micro_batch == "best":
             largest = self._fastest(search.fitting())
         return self._with(largest)
 
-    def given(self, micro_batch: int) -> dict[str, Any] | None:
+    def reuse(self, micro_batch: int) -> dict[str, Any] | None:
         """Return the fields for a micro-batch found by an earlier start; ``None`` if these ranks cannot run it."""
-        self._spec, self._search = self._specify(), Search([micro_batch], 0, self._tried)
-        assert self._spec.training
-        self._layouts = layouts(self._spec.training)
+        self._search = Search([micro_batch], 0, self._tried)
         return self._with(micro_batch) if micro_batch in self._layouts else None
-
-    def _specify(self) -> RunSpec:
-        if self.steps is None:
-            return run_spec.specify(self.config, None)
-        return run_spec.specify(self.config, self.steps.world, self.steps.gpus)
 
     def _with(self, micro_batch: int) -> dict[str, Any]:
         return self._summary(self._layouts[micro_batch]) | {"micro_batch": self._field(micro_batch)}
 
-    def _field(self, found: int | None) -> dict[str, Any]:
-        tried = {one.micro_batch: to_builtins(one) for one in self._search.tries}
+    def _field(self, micro_batch: int | None) -> dict[str, Any]:
+        tried = {attempt.micro_batch: to_builtins(attempt) for attempt in self._search.tries}
         for size, rates in self._rates.items():  # under `best`; some were not tried in the search
             tried[size] = tried.get(size, to_builtins(Try(size, "ok", fits=True))) | {"rates": [*rates]}
         tries = list(tried.values())
-        asked, room = self.config.train.micro_batch, self._search.room
-        return {"asked": asked, "found": found, "room_bytes": None if room == _UNKNOWN else room, "tries": tries}
+        wanted, room = self.config.train.micro_batch, self._search.room
+        return {"asked": wanted, "found": micro_batch, "room_bytes": None if room == _UNKNOWN else room, "tries": tries}
 
     def _summary(self, layout: BatchPlan) -> dict[str, Any]:
-        return {**self._spec.summary.fields, "layout": layout.as_dict()}
+        return {**self._spec.summary, "layout": layout.as_dict()}
 
     def _room(self, metrics: Metrics | None) -> int:
         """Return the bytes available to the run: of this host, or of a GPU, whose size the first try reports."""
         general, cluster = self.config.general, self.config.cluster
         if self._spec.device_type == "cpu":
-            of_job = checks.in_job(cluster, self._ranks_here) if self.steps and isinstance(cluster, Slurm) else None
-            here = checks.on_host(self._ranks_here, general.memory_reserve or 0.0, running=False).size
-            return min(here, of_job.size) if of_job else here
+            of_job = checks.in_job(cluster, self._ranks_here) if self.shape and isinstance(cluster, Slurm) else None
+            host = checks.on_host(self._ranks_here, general.memory_reserve or 0.0, running=False).size
+            return min(host, of_job.size) if of_job else host
         if self._spec.virtual:
             size = self._spec.virtual.gpu.memory
         else:
@@ -198,12 +192,11 @@ class Finder:
 
     @property
     def _ranks_here(self) -> int:
-        return self.steps.world.local_size if self.steps else self._spec.world_size
+        return self.shape.ranks_per_node if self.shape else self._spec.world_size
 
     def _needed(self, micro_batch: int, metrics: Metrics) -> int | None:
         """Return the bytes that a run would take: all ranks of this host together, or the GPU of the largest rank."""
-        assert self._spec.training
-        waits = missing_sample_bytes(self._spec.training, self._layouts[micro_batch])
+        waits = missing_sample_bytes(self._training, self._layouts[micro_batch])
         if self._spec.device_type == "cpu":
             peak = metrics.peak_memory_bytes
             return None if peak is None else (peak + waits) * self._ranks_here
@@ -213,26 +206,24 @@ class Finder:
 
     def _tried(self, micro_batch: int) -> Try:
         """Try a micro-batch in one short run."""
-        assert self._spec.training
         started = time.monotonic()
-        record = self._carried_out(micro_batch, try_options(self.config), "")
+        record = self._short_run(micro_batch, try_options(self.config), "")
         if self._spec.device_type != "cpu" and not self._spec.virtual and record.metrics.device_memory_bytes:
             self._search.room = self._room(record.metrics)
         needed = None if record.status == "oom" else self._needed(micro_batch, record.metrics)
         fits = record.status != "oom" and (needed or 0) <= self._search.room
         if fits and (seconds := record.step_seconds.median):  # the last try that fits is of the largest
             layout = self._layouts[micro_batch]
-            self._step_seconds = seconds * layout.accumulation / stand_in(self._spec.training, layout).accumulation
+            self._step_seconds = seconds * layout.accumulation / stand_in(self._training, layout).accumulation
         tried = Try(micro_batch, record.status, needed, fits, time.monotonic() - started)
         so_far = self._field(None)
         self.note(so_far | {"tries": [*so_far["tries"], to_builtins(tried)]})
         return tried
 
-    def _carried_out(self, micro_batch: int, options: dict[str, Any], what: str, is_whole: bool = False) -> RunRecord:
+    def _short_run(self, micro_batch: int, options: dict[str, Any], what: str, is_whole: bool = False) -> RunRecord:
         """Return the record of a short run, with whole steps if ``is_whole``, otherwise with shorter stand-ins."""
-        assert self._spec.training
         layout = self._layouts[micro_batch]
-        layout = layout if is_whole else stand_in(self._spec.training, layout)
+        layout = layout if is_whole else stand_in(self._training, layout)
         tries = self.directory / store.TRIES
         tries.mkdir(exist_ok=True)
         directory = tries / f"{len([*tries.iterdir()]) + 1}_micro_batch_{micro_batch}"  # earlier starts left some, too
@@ -242,7 +233,7 @@ class Finder:
         heading = replace(self.heading, title=f"{self.heading.title} · trying micro-batch {micro_batch}{what}")
         open_try(directory, config, self._summary(layout))
         with display.headed(heading):
-            self.carry_out(directory)
+            self.execute(directory)
         record = store.read_record(directory)
         is_told = record.status != "oom" or not self._spec.virtual or failure.is_of_gpu(record.error)
         if record.status not in _TELLING or not is_told:  # with virtual GPUs, host memory may have run out instead
@@ -293,7 +284,7 @@ class Finder:
         timed = min(max(enough, _FEWEST), _STEPS)
         options = try_options(self.config, _WARMUP + timed)
         options["train.warmup_steps"] = options["train.steps"] - timed  # those fp16 may skip come first; half at most
-        record = self._carried_out(size, options, what, is_whole=True)
+        record = self._short_run(size, options, what, is_whole=True)
         if record.status == "oom":
             return None
         rate = record.metrics.samples_per_second

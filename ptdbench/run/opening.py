@@ -1,4 +1,4 @@
-"""A run whose record exists already, opened again: it is checked on the machine that is to execute it."""
+"""Reopens a run whose record exists already, after checking it on the machine that will execute it."""
 
 import sys
 from pathlib import Path
@@ -33,8 +33,7 @@ def reopen(directory: Path, world: World | None) -> bool:
     refused = None
     try:
         with settings.added(variables):
-            summary = run_spec.summarize(with_found_micro_batch(config, earlier), world)
-        draft |= summary.fields
+            draft |= run_spec.summarize(with_found_micro_batch(config, earlier), world)
     except ConfigError as error:
         refused = error
         draft = record.failed(draft, failure.describe(error, rank=-1))

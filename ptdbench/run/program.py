@@ -27,16 +27,16 @@ _OUTPUTS = Path("outputs")
 
 @dataclass(frozen=True)
 class Request:
-    """A program, and the GPUs that it is to see."""
+    """A program, and the GPUs that it will see."""
 
-    command: Sequence[str]  #: What to type to start it.
+    command: Sequence[str]  #: The command that starts it.
     name: str  #: The GPU model's name, or the file that describes it.
     gpu: Device  #: The model.
-    count: int  #: GPUs of a node.
-    memory: int | None = None  #: Bytes that each may have allocated; ``None``: as many as it has.
+    count: int  #: GPUs per node.
+    memory: int | None = None  #: Bytes that can be allocated on each; ``None``: as many as the GPU has.
     nodes: int | None = None  #: Nodes, with a process for each rank; ``None``: one, with one process.
     ranks: Sequence[int] | None = None  #: The ranks to execute; ``None``: all.
-    steps: int | None = None  #: After how many steps to end it; ``None``: it ends by itself.
+    steps: int | None = None  #: Number of steps after which to end it; ``None``: never.
     stacks: bool = False  #: Whether to keep the Python stacks of what was allocated.
 
     @property
@@ -118,12 +118,12 @@ def _begin(request: Request) -> Any:
 
 
 def _options(request: Request) -> Iterator[str]:
-    """Yield the words before the program that ask for the same once more."""
+    """Yield the command-line words, before the program, that repeat the request."""
     yield f"{request.name}x{request.count}"
     ranks = ",".join(map(str, request.ranks or []))
     memory = f"{request.memory}B" if request.memory else None
-    given = {"memory": memory, "nodes": request.nodes, "ranks": ranks, "steps": request.steps}
-    yield from (f"--{name}={value}" for name, value in given.items() if value)
+    values = {"memory": memory, "nodes": request.nodes, "ranks": ranks, "steps": request.steps}
+    yield from (f"--{name}={value}" for name, value in values.items() if value)
 
 
 def _results(request: Request, ended: program.Ended) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _results(request: Request, ended: program.Ended) -> dict[str, Any]:
     status = "ok" if ended.status == 0 else "oom" if needed else "failed"
     message = f"ended with exit status {ended.status}"
     if status == "oom":
-        message += f", out of memory on an allocation of {needed[0]:,} bytes; --memory 1TiB tells how much it needs"
+        message += f", out of memory on an allocation of {needed[0]:,} bytes; --memory 1TiB reveals how much it needs"
     failed = schema.NO_ERROR | {"type": "ExitStatus", "message": message}
     return {
         "status": status,
@@ -151,7 +151,7 @@ def _results(request: Request, ended: program.Ended) -> dict[str, Any]:
 def _of_processes(machine: Machine, reports: Sequence[Mapping[str, Any]], which: str) -> Iterator[Virtual]:
     """Yield an account of each device of each process, the process's kernels and messages with its first one.
 
-    They are those of the last or first step, as ``which`` says: ``step``, ``first``; of a process without steps, all.
+    ``which`` selects the last step, ``step``, or the ``first`` one; a process without steps is reported as a whole.
     """
     for place, report in enumerate(reports):
         step = report.get(which) or report.get("total") or {}

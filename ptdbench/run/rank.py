@@ -117,8 +117,8 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
         conclude = partial(ending.write_result, attempt, spec, device, met)
         display.phase("working")  # until the workload sets a more specific phase
         workload: Workload = choices.build(spec.config, "workload")
-        at = attempt.directory
-        outcome = workload(Job(spec, world, met, run_store, device, at, watch, dog, display, note, conclude))
+        directory = attempt.directory
+        outcome = workload(Job(spec, world, met, run_store, device, directory, watch, dog, display, note, conclude))
         if world.is_first:
             with dog.paused():
                 conclude(outcome)

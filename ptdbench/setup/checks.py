@@ -15,8 +15,7 @@ from ptdbench.parallel.footprint import footprints
 from ptdbench.problems import Problem, require, try_these
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.training_spec import TrainingSpec
-from ptdbench.units import gib_text
-from ptdbench.virtual.device import Device
+from ptdbench.units import memory_text
 
 #: In NVIDIA's libraries this variable overrides torch's settings; 0 disables TF32.
 TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
@@ -69,7 +68,7 @@ def check_capability(precision: object, name: str, capability: tuple[int, int]) 
 def check_kernels(choice: str, capability: tuple[int, int]) -> None:
     """Raise ConfigError for a virtual GPU of a compute capability that torch's build for CUDA has no kernels for."""
     architectures = torch.cuda.get_arch_list() if torch.version.cuda else []
-    if not architectures or any(_runs(one, capability) for one in architectures):
+    if not architectures or any(_runs(architecture, capability) for architecture in architectures):
         return
     rule = f"torch {torch.__version__} has no kernels for compute capability {capability[0]}.{capability[1]}, only for "
     rule += ", ".join(architectures)
@@ -112,7 +111,7 @@ def on_host(ranks: int, reserve: float, running: bool) -> Room:
     size = memory.total if running else memory.available
     kept = int(reserve * memory.total)
     which = "in all" if running else "available"
-    origin = f"{gib_text(size)} {which}, and memory_reserve={reserve:g} keeps {gib_text(kept)}"
+    origin = f"{memory_text(size)} {which}, and memory_reserve={reserve:g} keeps {memory_text(kept)}"
     return Room(max(size - kept, 0), ranks, "this machine", "such machines", origin)
 
 
@@ -123,19 +122,15 @@ def on_gpu(device: torch.device, reserve: float, buffers: int) -> Room:
     """
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)  # by the previous run, which frees it for this one
-    return _on_gpu(free, total, reserve, buffers, torch.cuda.get_device_properties(device).name)
+    return of_gpu(free, total, reserve, buffers, torch.cuda.get_device_properties(device).name)
 
 
-def on_virtual(gpu: Device, reserve: float, buffers: int) -> Room:
-    """Return the memory of a rank's virtual GPU, less the fraction ``reserve`` and NCCL's ``buffers`` in bytes."""
-    return _on_gpu(gpu.memory - gpu.context, gpu.memory, reserve, buffers, f"virtual {gpu.name}")
-
-
-def _on_gpu(free: int, total: int, reserve: float, buffers: int, name: str) -> Room:
+def of_gpu(free: int, total: int, reserve: float, buffers: int, name: str) -> Room:
+    """Return the ``free`` bytes of a GPU, less the fraction ``reserve`` of its total and NCCL's ``buffers``."""
     kept = int(reserve * total)
-    taken = [f"of {gib_text(total)} {gib_text(free)} are free"]
-    taken += [f"NCCL takes about {gib_text(buffers)}"] if buffers else []
-    origin = f"{name}: {', '.join([*taken, f'memory_reserve={reserve:g} keeps {gib_text(kept)}'])}"
+    taken = [f"of {memory_text(total)} {memory_text(free)} are free"]
+    taken += [f"NCCL takes about {memory_text(buffers)}"] if buffers else []
+    origin = f"{name}: {', '.join([*taken, f'memory_reserve={reserve:g} keeps {memory_text(kept)}'])}"
     return Room(max(0, free - kept - buffers), 1, "its GPU", "such GPUs", origin)
 
 
@@ -157,14 +152,14 @@ def check_memory(training: TrainingSpec, room: Room) -> None:
     starts = range(0, dims.world_size, room.ranks)
     need = max(sum(by_stage[dims.stage(rank)] for rank in range(start, start + room.ranks)) for start in starts)
     if need > room.size:
-        rule = f"{_state(by_stage, room, need)}, and {room.owner} has {gib_text(room.size)} for it ({room.origin})"
+        rule = f"{_state(by_stage, room, need)}, and {room.owner} has {memory_text(room.size)} for it ({room.origin})"
         require(Problem("model", model, rule, remedy(training, room)))
 
 
 def _state(by_stage: list[int], room: Room, need: int) -> str:
     up_to = "up to " if len(set(by_stage)) > 1 else ""
-    each = f"weights, gradients and optimizer state take {up_to}{gib_text(max(by_stage))} a rank"
-    return each if room.ranks == 1 else f"{each}, {gib_text(need)} on {room.ranks} ranks"
+    each = f"weights, gradients and optimizer state take {up_to}{memory_text(max(by_stage))} a rank"
+    return each if room.ranks == 1 else f"{each}, {memory_text(need)} on {room.ranks} ranks"
 
 
 def remedy(training: TrainingSpec, room: Room) -> str:

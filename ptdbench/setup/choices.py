@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from ptdbench.problems import ConfigError, Problem, first_line, require, said, under
+from ptdbench.problems import ConfigError, Problem, first_line, message_of, require, under
 from ptdbench.setup import signature
 from ptdbench.setup.config import Call, Config
 from ptdbench.virtual.device import Device
@@ -51,27 +51,28 @@ def virtual(config: Config) -> Machine | None:
     return machine
 
 
-def bound(config: Config, group: str, *given: str) -> Callable[..., Any]:
+def bound(config: Config, group: str, *passed: str) -> Callable[..., Any]:
     """Return the function that a group's choice describes, with its options bound."""
     call = config.call(group)
-    check(call, group, *given)
+    check(call, group, *passed)
     bound: Callable[..., Any] = guarded(group, instantiate, call.described | {"_partial_": True})
     return bound
 
 
-def check(call: Call, group: str, *given: str) -> Callable[..., Any]:
+def check(call: Call, group: str, *passed: str) -> Callable[..., Any]:
     """Return the callable of a group's choice, if Hydra allows it, after checking the options against its signature."""
     try:
         target: Callable[..., Any] = instantiate({"_target_": call.target, "_partial_": True}).func
     except Exception as error:  # an import may raise anything
         raise ConfigError([_not_found(f"{group}._target_", call.target, error)]) from None
     takes = signature.parameters(target)
-    args, in_order = call.options.get("_args_"), [name for name, one in takes.items() if one.kind in signature.IN_ORDER]
+    args = call.options.get("_args_")
+    in_order = [name for name, parameter in takes.items() if parameter.kind in signature.IN_ORDER]
     by_order = in_order[: len(args)] if isinstance(args, list) else []
-    held = _held_back(call, {name: one for name, one in takes.items() if name not in by_order})
+    held = _held_back(call, {name: parameter for name, parameter in takes.items() if name not in by_order})
     options = {name: value for name, value in call.options.items() if name not in _OF_HYDRA}
-    given = (*given, *by_order, *(problem.option for problem in held))
-    under(group, require, *held, *signature.problems(target, options, given, group))
+    passed = (*passed, *by_order, *(problem.option for problem in held))
+    under(group, require, *held, *signature.problems(target, options, passed, group))
     return target
 
 
@@ -107,4 +108,4 @@ def guarded(group: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
         if isinstance(cause, ConfigError):
             raise cause.under(group) from None
-        raise ConfigError([Problem(group, "(its options)", f"cannot be built: {said(cause)}")]) from error
+        raise ConfigError([Problem(group, "(its options)", f"cannot be built: {message_of(cause)}")]) from error

@@ -1,6 +1,6 @@
 """The command line as Hydra reads it, with shorthands expanded.
 
-This file contains all uses of Hydra's internals: the grammar of its flags, and how ``--config-dir`` takes effect.
+It uses Hydra's internals for the grammar of its flags, and for how ``--config-dir`` takes effect.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def search_in(folder: Path) -> None:
 
 def quoted(text: str) -> str:
     """Quote a value for Hydra, where a backslash escapes a quote, and itself only in front of a quote."""
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"
 
 

@@ -28,7 +28,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.grouping import grouped
-from ptdbench.problems import ConfigError, Problem, differing, first_line, in_shell, nearest, require, said, try_these
+from ptdbench.problems import (
+    ConfigError,
+    Problem,
+    differing,
+    first_line,
+    in_shell,
+    message_of,
+    nearest,
+    require,
+    try_these,
+)
 from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read
@@ -44,7 +54,7 @@ _LAUNCHERS = (LAUNCHER, "hydra.launcher.")
 #: Hydra's message if a choice overrides choices inside its own package, which has none.
 _MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.")
 
-#: Modules of the callables in ``conf/`` whose options are all there.
+#: Modules of the callables in ``conf/``, where all of their options are listed.
 _SHIPPED = re.compile(r"torch\.|ptdbench\.(?!examples\.)")
 
 #: What to type for names that other programs give to layouts; as choices, a glob would run these twice.
@@ -82,9 +92,9 @@ class Source:
     def open(self) -> Iterator[None]:
         """Let Hydra read the source within the context; raises ConfigError if a folder is missing."""
         with initialize_config_dir(version_base="1.3", config_dir=str(self.conf.resolve()), job_name="train"):
-            for flag, given in (("--config-path", self.conf), ("--config-dir", self.extra)):
-                if given is not None and not (folder := Path(given).resolve()).is_dir():
-                    raise ConfigError([Problem(flag, given, f"there is no such folder (it would be {folder})")])
+            for flag, path in (("--config-path", self.conf), ("--config-dir", self.extra)):
+                if path is not None and not (folder := Path(path).resolve()).is_dir():
+                    raise ConfigError([Problem(flag, path, f"there is no such folder (it would be {folder})")])
             if self.extra is not None:
                 search_in(Path(self.extra).resolve())
             _set_sweepers()
@@ -130,7 +140,7 @@ class Composed:
 
     @property
     def hydra(self) -> DictConfig:
-        """Hydra's own node, of which a sweep has one but for what tells its runs apart."""
+        """Hydra's own node, the same for all runs of a sweep except for what identifies a run."""
         node: DictConfig = self.wholes[0].hydra
         return node
 
@@ -159,11 +169,6 @@ class Composed:
     def directory(self) -> Path:
         """The output directory that the command line asks for."""
         return Path(self.hydra.sweep.dir if self.is_sweep else self.hydra.run.dir).expanduser()
-
-    @property
-    def subdirectories(self) -> str:
-        """The template of the runs' directories below that of their sweep, with interpolations."""
-        return str(self.hydra.sweep._get_node("subdir")._value())
 
     def sweep(self, instead: Sequence[str] = ()) -> DictConfig:
         """Return Hydra's configuration of the whole sweep, whose overrides include the lists of values.
@@ -218,7 +223,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
 def _runs(
     composed: Callable[[Sequence[str]], DictConfig], ours: Sequence[Override], is_sweep: bool, searches: bool
 ) -> list[tuple[list[str], DictConfig]]:
-    """Compose the runs, or some that stand for those of a search; refuse several values of what a sweep has once."""
+    """Compose the runs, for a search a few representative ones; refuse options that must not vary within a sweep."""
     once = []
     if searches:  # the sweeper gets what does not depend on its choices, and with it the lists of files
         once.append(composed([_line(override) for override in ours if not override.is_sweep_override()]))
@@ -242,7 +247,7 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
     except _REFUSALS:
         raise
     except Exception as error:
-        words = " ".join(said(error).split())
+        words = " ".join(message_of(error).split())
         raise HydraException(f"Hydra fails on it ({type(error).__name__}: {words})") from None
 
 
@@ -272,7 +277,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     """Parse the overrides as Hydra does; raises ConfigError with those that it cannot parse."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed: list[Override] = []
-    found = []
+    unreadable = []
     for override in overrides:
         try:
             parsed += parser.parse_overrides([override])
@@ -285,25 +290,25 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             remedy = f"as text it is {in_shell(name, quoted(value))}" if is_text else ""
             if plain(override) != override:
                 remedy = "type it in UTF-8, without control characters"
-            found.append(Problem(name, value if equals else "(no value)", rule, remedy))
-    require(*found)
+            unreadable.append(Problem(name, value if equals else "(no value)", rule, remedy))
+    require(*unreadable)
     return parsed
 
 
 def _values(overrides: Sequence[Override]) -> list[list[str]]:
     """List each option with each of its values, or with the ends of a range; of an option given twice, the last."""
-    found = {}
+    by_name = {}
     for override in overrides:
         name, value = override.get_key_element(), override.value()
         if isinstance(value, IntervalSweep):
             values = [str(value.start), str(value.end)]
         elif override.is_sweep_override():
-            random.seed(override.input_line)  # shuffle(...) has one order, here, in other ranks, and when it goes on
+            random.seed(override.input_line)  # shuffle(...) has one order in all ranks, and in a resumed sweep
             values = [*override.sweep_string_iterator()]
         else:
             values = [override.get_value_element_as_str()]
-        found[name] = [f"{name}={value}" for value in values]
-    return [*found.values()]
+        by_name[name] = [f"{name}={value}" for value in values]
+    return [*by_name.values()]
 
 
 def _jobs(overrides: Sequence[Override]) -> list[list[str]]:
@@ -330,8 +335,8 @@ def _expanded(
     """Compose jobs, each for every combination of the lists that its own files define."""
     alike: dict[tuple[str, ...], list[tuple[list[str], DictConfig]]] = {}
     for job in jobs:
-        whole, given = composed(job), set(map(option, job))
-        lists = tuple(line for line in _lists(whole) if option(line) not in given)
+        whole, typed = composed(job), set(map(option, job))
+        lists = tuple(line for line in _lists(whole) if option(line) not in typed)
         alike.setdefault(lists, []).append((job, whole))
     for lists, runs in alike.items():
         if not lists:
@@ -393,7 +398,7 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
         return [Problem("--config-name", config_name, "there is no such file in the configuration folders", remedy)]
     failed: list[tuple[Override, str, Exception]] = []
     sound = [_line(override) for override in overrides if override.key_or_group == "hydra.searchpath"]
-    for override in sorted(overrides, key=lambda one: not _is_group(one.key_or_group)):  # a choice has options
+    for override in sorted(overrides, key=lambda typed: not _is_group(typed.key_or_group)):  # a choice has options
         words = _values([override])[0] or [_line(override)]
         for word in words if _is_group(override.key_or_group) else words[:1]:
             try:
@@ -402,12 +407,12 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
                 failed.append((override, word, refused))
             else:
                 sound += [word] * (len(words) == 1)
-    found = [_problem(config_name, override, word, sound, refused) for override, word, refused in failed]
-    return found or [Problem("command line", " ".join(map(_line, overrides)), _reason(error))]
+    problems = [_problem(config_name, override, word, sound, refused) for override, word, refused in failed]
+    return problems or [Problem("command line", " ".join(map(_line, overrides)), _reason(error))]
 
 
 def _problem(config_name: str, override: Override, word: str, sound: Sequence[str], refused: Exception) -> Problem:
-    """Explain why Hydra refuses one ``word`` of an override, beside the ``sound`` ones of the command line."""
+    """Explain why Hydra refuses one ``word`` of an override, given the ``sound`` ones of the command line."""
     name, typed, value = override.key_or_group, _typed_value(override), word.partition("=")[2]
     choices = _choices(name) if _is_group(name) else []
     if misplaced := _MISPLACED.match(str(refused)):
@@ -438,11 +443,11 @@ def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
 
 def _reason(error: Exception) -> str:
     """Return Hydra's message with its suggestion or its cause, but without its lists of everything available."""
-    said, *more = str(error).strip().splitlines() or [type(error).__name__]
+    message, *more = str(error).strip().splitlines() or [type(error).__name__]
     if more and more[0].startswith(("Did you mean", "To append")):
-        return f"{said} {more[0]}"
+        return f"{message} {more[0]}"
     cause = first_line(error.__cause__) if error.__cause__ else ""
-    return f"{said}: {cause}" if cause else said
+    return f"{message}: {cause}" if cause else message
 
 
 def _choices(group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:

@@ -187,7 +187,7 @@ class Call:
     name: str
     target: str
     options: Mapping[str, Any]  #: With Hydra's ``_args_``, ``_convert_`` and ``_recursive_``, if they are given.
-    label: str | None = None  #: For directories, beside the name for people.
+    label: str | None = None  #: For directories; the name is for people.
 
     @property
     def described(self) -> dict[str, Any]:
@@ -363,6 +363,6 @@ def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> T:
     """Return the options as an object of ``schema``; raises ConfigError if names, types or ranges are wrong."""
-    if found := signature.problems(schema, options, group=group):
-        raise ConfigError(found).under(group) if group else ConfigError(found)
+    if problems := signature.problems(schema, options, group=group):
+        raise ConfigError(problems).under(group) if group else ConfigError(problems)
     return schema(**options)

@@ -1,4 +1,4 @@
-"""GPU models by the names that ``virtual=`` takes, or by a file of one's own, without composing a configuration."""
+"""GPU models by the names that ``virtual=`` takes, or from the user's own file, without composing a configuration."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def load(name: str) -> Device:
 
 
 def _figures(path: Path) -> dict[str, Any]:
-    """Return the figures of a file, those of the models in its defaults included."""
+    """Return the figures of a file, including those it inherits from the models in its defaults."""
     written: Any = OmegaConf.to_container(OmegaConf.load(path))
     bases = [base for base in written.get("defaults", []) if base in names()]
     inherited = [item for base in bases for item in _figures(_folder() / f"{base}.yaml").items()]

@@ -1,7 +1,7 @@
 """Checks of Hydra's own options: the launcher, the sweeper, and options that would have no effect."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from ptdbench.grouping import grouped
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, as_typed, first_line, in_shell, require
 from ptdbench.records.effects import leaves
+from ptdbench.setup import runs
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, values
 from ptdbench.setup.compose import Composed
-from ptdbench.setup.config import Slurm
+from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.runs import numbered
 from ptdbench.terminal import command
 
@@ -83,16 +84,15 @@ def _elsewhere(composed: Composed) -> Problem | None:
 
 
 def _misplaced(composed: Composed) -> Problem | None:
-    """Find runs outside the directory of their sweep, or several in one directory; for repeats, see ``blocks``."""
+    """Find runs outside the directory of their sweep, or several in one directory."""
     place = numbered(composed.wholes[0], 0).hydra.sweep.subdir
     if Path(os.path.normpath(place)).parts[:1] in ((), ("/",), ("..",)):
         rule = "is not below the directory of the sweep"  # whose results would lack them
         return Problem("hydra.sweep.subdir", place, rule, "give a directory below it, or another hydra.sweep.dir")
-    template = composed.subdirectories
+    template = composed.hydra.sweep._get_node("subdir")._value()
     if composed.searches or "job.num" in template:  # as it has by default
         return None
-    places = (str(numbered(whole, number).hydra.sweep.subdir) for number, whole in enumerate(composed.wholes))
-    named = grouped((place, number) for number, place in enumerate(places))
+    named = grouped((run.subdirectory, run.number) for run in runs.of(composed))
     same = next((numbers for numbers in named.values() if len(numbers) > 1), None)
     if same is None:
         return None
@@ -130,7 +130,7 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
 def _given_twice(composed: Composed) -> Iterator[Problem]:
     """Refuse resources outside the group ``cluster``, with the option there if it has the same name."""
     rule = "the resources of a job are set in the group cluster only"
-    alike = {one.name for one in fields(Slurm)} - {"name"}
+    alike = {field.name for field in fields(Slurm)} - {"name"}
     for full, value in _of_launcher(composed).items():
         if (name := full.removeprefix("hydra.launcher.")) not in OPTIONS:
             same = f"try {in_shell(f'cluster.{name}', value)}" if name in alike else ""
@@ -142,9 +142,9 @@ def _of_launcher(composed: Composed) -> dict[str, str]:
     plugin = ConfigStore.instance().load(f"{LAUNCHER}/{composed.launcher}.yaml").node
     default: Any = OmegaConf.to_container(plugin, resolve=False)
     ours: Any = OmegaConf.to_container(composed.hydra.launcher, resolve=False)
-    own = {f"hydra.launcher.{name}": as_typed(value) for name, value in ours.items() if value != default.get(name)}
-    own |= values(composed.hydras)
-    return {name: value for name, value in own.items() if name.startswith("hydra.launcher.")}
+    options = {f"hydra.launcher.{name}": as_typed(value) for name, value in ours.items() if value != default.get(name)}
+    options |= values(composed.hydras)
+    return {name: value for name, value in options.items() if name.startswith("hydra.launcher.")}
 
 
 def _unfit_for_search(composed: Composed, goes_on: Path | None) -> Iterator[Problem]:
@@ -154,12 +154,7 @@ def _unfit_for_search(composed: Composed, goes_on: Path | None) -> Iterator[Prob
     first and with the last value of everything searched, stand for all and are checked before anything starts.
     """
     name, first = composed.sweeper, composed.configs[0]
-    if isinstance(first.cluster, Slurm) and first.cluster.submit == "detach":
-        rule = f"{SWEEPER}={name} needs the results of its jobs before it can choose the next ones"
-        yield Problem("cluster.submit", "detach", rule, "try wait")
-    for virtual in (config.call("virtual").name for config in composed.configs if "virtual" in config.resolved):
-        rule = f"a virtual GPU computes nothing and takes no time, so {SWEEPER}={name} has nothing to go by"
-        yield Problem("virtual", virtual, rule, "try a sweep of lists, or virtual=none")
+    yield from undecided(f"{SWEEPER}={name}", composed.configs)
     if first.sweep.same_nodes:
         rule = f"{SWEEPER}={name} chooses each run by earlier results, and the runs of one job are chosen at once"
         yield Problem("sweep.same_nodes", as_typed(True), rule, "omit it")
@@ -169,3 +164,13 @@ def _unfit_for_search(composed: Composed, goes_on: Path | None) -> Iterator[Prob
         rule = f"its values were drawn without a seed, and {name} would draw others now"
         remedy = "start another sweep; one that can be resumed sets hydra.sweeper.sampler.seed"
         yield Problem("sweep.resume", goes_on, rule, remedy)
+
+
+def undecided(chooser: str, configs: Sequence[Config]) -> Iterator[Problem]:
+    """Yield what keeps the results of runs from deciding which runs follow, as the option ``chooser`` lets them."""
+    for virtual in (config.call("virtual").name for config in configs if "virtual" in config.resolved):
+        rule = f"a virtual GPU computes nothing and takes no time, so {chooser} has nothing to go by"
+        yield Problem("virtual", virtual, rule, f"omit {chooser}, or try virtual=none")
+    if isinstance(cluster := configs[0].cluster, Slurm) and cluster.submit == "detach":
+        rule = f"{chooser} needs the results of its jobs before it can choose the next ones"
+        yield Problem("cluster.submit", "detach", rule, "try wait")

@@ -1,25 +1,26 @@
 """The output directory of a command line, and Hydra's kinds of output: its files, ``--help``, ``--info``, ``--cfg``."""
 
 import argparse
-import copy
 import io
 import os
-import shlex
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-import hydra
-from omegaconf import Container, DictConfig, OmegaConf, open_dict, read_write
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.launch import slurm
 from ptdbench.launch.world import restarts
-from ptdbench.problems import ConfigError, Problem, first_line, require
+from ptdbench.problems import ConfigError, Problem, first_line
 from ptdbench.records import ledger, ownership, record, store
 from ptdbench.setup.commandline import values
-from ptdbench.setup.compose import Composed
+from ptdbench.setup.compose import Composed, Source
 from ptdbench.setup.runs import Run
 from ptdbench.terminal import command, echo
 
@@ -47,30 +48,32 @@ def write_multirun(sweep: DictConfig, directory: Path) -> None:
     OmegaConf.save(sweep, directory / "multirun.yaml")
 
 
-def shown_by_hydra(arguments: argparse.Namespace, conf: Path) -> int:
+def shown_by_hydra(arguments: argparse.Namespace, source: Source) -> int:
     """Let Hydra print the requested information; return exit status 0. Raises ConfigError with Hydra's reason."""
-    if arguments.config_path and not Path(arguments.config_path).is_absolute():
-        rule = "must be absolute where Hydra shows something of it"
-        require(Problem("--config-path", arguments.config_path, rule, f"try {shlex.quote(str(conf))}"))
-    places = [place for place, word in enumerate(sys.argv) if word in arguments.overrides]
-    if places and places[-1] - places[0] >= len(places):  # a flag is between them
-        raise ConfigError([_line("Hydra shows this, and takes no flags between overrides; give them first")])
-    task = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(lambda _: None)
-    shown = io.StringIO()
-    try:
-        with redirect_stdout(shown):
-            task()
-    except (ValueError, OmegaConfBaseException) as error:  # flags that exclude each other
-        raise ConfigError([_line(first_line(error))]) from None
-    finally:
-        if shown.getvalue():
-            text = shown.getvalue().removesuffix("\n")
-            echo(_as_typed(text) if arguments.help else text)
+    with source.open():
+        hydra: Any = GlobalHydra.instance().hydra
+        if arguments.help:
+            _show(hydra.app_help, source.name, get_args_parser(), arguments, adapt=_as_typed)
+        elif arguments.hydra_help:
+            _show(hydra.hydra_help, source.name, get_args_parser(), arguments)
+        elif arguments.shell_completion:
+            _show(hydra.shell_completion, source.name, arguments.overrides)
+        else:
+            _show(hydra.show_info, arguments.info, source.name, arguments.overrides)
     return 0
 
 
-def _line(reason: str) -> Problem:
-    return Problem("command line", " ".join(sys.argv[1:]), reason)
+def _show(task: Callable[..., object], *words: object, adapt: Callable[[str], str] = str) -> None:
+    """Print what Hydra prints in a task; raises ConfigError with Hydra's reason."""
+    shown = io.StringIO()
+    try:
+        with redirect_stdout(shown):
+            task(*words)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError([Problem("command line", " ".join(sys.argv[1:]), first_line(error))]) from None
+    finally:
+        if shown.getvalue():
+            echo(adapt(shown.getvalue().removesuffix("\n")))
 
 
 def _as_typed(text: str) -> str:
@@ -83,37 +86,16 @@ def _as_typed(text: str) -> str:
 
 
 def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
-    """Print the configuration of every run as Hydra does; return 0. Raises ConfigError for an unknown package."""
-    several = composed.is_sweep and len(composed.overrides) > 1
-    shown = composed.wholes[:1] if composed.searches else composed.wholes
-    for number, (whole, overrides) in enumerate(zip(shown, composed.overrides, strict=False)):
-        if several:
-            echo(f"{'---' + chr(10) if number else ''}# run {number}: {' '.join(overrides)}")
-        echo(_shown(copy.deepcopy(whole), arguments).removesuffix("\n"))
+    """Let Hydra print the configuration of every run; return 0. Raises ConfigError with Hydra's reason."""
+    several, source = composed.is_sweep and len(composed.overrides) > 1, composed.source
+    with source.open():
+        hydra: Any = GlobalHydra.instance().hydra
+        for number, overrides in enumerate(composed.overrides[:1] if composed.searches else composed.overrides):
+            if several:
+                echo(f"{'---' + chr(10) if number else ''}# run {number}: {' '.join(overrides)}")
+            words = [*composed.hydras, *overrides]
+            _show(hydra.show_cfg, source.name, words, arguments.cfg, arguments.package, arguments.resolve)
     return 0
-
-
-def _shown(job: Any, arguments: argparse.Namespace) -> str:
-    """Return the requested part of a configuration as YAML."""
-    with read_write(job), open_dict(job):
-        if arguments.cfg == "job":
-            del job["hydra"]
-        elif arguments.cfg == "hydra":
-            job = OmegaConf.masked_copy(job, "hydra")
-            with read_write(job.hydra), open_dict(job.hydra):  # templates of the help, which is printed elsewhere
-                del job.hydra["hydra_help"], job.hydra["help"]
-        package = None if arguments.package == "_global_" else arguments.package
-        found = job if package is None else OmegaConf.select(job, package)
-        if found is None:
-            raise ConfigError([Problem("--package", package, "is no part of the configuration")])
-        if not isinstance(found, Container):
-            return str(found)
-        if arguments.resolve:
-            try:
-                OmegaConf.resolve(found)
-            except OmegaConfBaseException as error:
-                raise ConfigError([_line(first_line(error))]) from None
-        return f"# @package {package}\n" * (package is not None) + OmegaConf.to_yaml(found)
 
 
 def claim(composed: Composed, goes_on: Path | None) -> Path:

@@ -70,22 +70,22 @@ def read(typed: Sequence[str], multirun: bool, world: World | None, config_name:
     Raises:
         ConfigError: There is nothing to resume, or it cannot be resumed from here or with this configuration.
     """
-    given = values(typed)
+    chosen = values(typed)
     others = [override for override in typed if option(override) != SWEEP]
-    for asked, hydra in ((SWEEP, "multirun.yaml"), (RUN, ".hydra/hydra.yaml")):
-        if (directory := _path(given.get(asked))) is None:
+    for key, hydra in ((SWEEP, "multirun.yaml"), (RUN, ".hydra/hydra.yaml")):
+        if (directory := _path(chosen.get(key))) is None:
             continue
         was = _of_hydra(directory / hydra, "hydra.job.config_name")  # which provided all options that were not typed
         if was and was != config_name.removesuffix(".yaml"):
             rule = f"was composed from {was}.yaml, and this would be from {config_name}.yaml"
-            raise ConfigError([Problem(asked, directory, rule, f"add --config-name {was}")])
+            raise ConfigError([Problem(key, directory, rule, f"add --config-name {was}")])
         try:
-            if asked == SWEEP:
+            if key == SWEEP:
                 return _sweep(directory, others, SWEEP)
             return _run(directory, [override for override in others if option(override) != RUN], multirun, world)
         except OSError as error:  # perhaps another user's
             rule = f"{error.filename or directory} cannot be read ({error.strerror or error})"
-            raise ConfigError([Problem(asked, directory, rule, "give one that you may read")]) from None
+            raise ConfigError([Problem(key, directory, rule, "give one that you may read")]) from None
     return Line(list(typed), None)
 
 
@@ -117,7 +117,7 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
     return Line([*_without(kept, place), *hydras, *place, f"hydra.run.dir={quoted(str(directory))}"], directory)
 
 
-def _sweep(directory: Path, others: list[str], asked: str, only: str | None = None) -> Line:
+def _sweep(directory: Path, others: list[str], key: str, only: str | None = None) -> Line:
     """Resume a sweep in its directory: runs that are ok will be skipped."""
     if not (task := _ledger(directory).overrides):
         rule = f"there is no sweep (no {ledger.LEDGER})"
@@ -128,7 +128,7 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
     wrong += [word for word in others if option(word) == "hydra.sweep.dir" and not _names(word, directory)]
     if wrong:
         rule = f"continues the sweep as it was, and {' '.join(wrong)} would change it"
-        raise ConfigError([Problem(asked, directory, rule, "omit it, or start another sweep")])
+        raise ConfigError([Problem(key, directory, rule, "omit it, or start another sweep")])
     kept = [override for override in _without(task, others) if option(override) != RESHAPE]
     place = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(str(directory))}"]
     hydras = _hydras(directory / "multirun.yaml", [*task, *others, *place])
@@ -139,8 +139,8 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
 
 def _hydras(path: Path, others: Iterable[str]) -> list[str]:
     """Return the overrides of Hydra's own options in one of Hydra's files, except options that the others set."""
-    found = _of_hydra(path, "hydra.overrides.hydra")
-    words = as_written(found) if isinstance(found, ListConfig) else []
+    overrides = _of_hydra(path, "hydra.overrides.hydra")
+    words = as_written(overrides) if isinstance(overrides, ListConfig) else []
     # Searches record the internal launcher, which cannot be typed.
     return [word for word in _without(words, others) if word != "hydra/launcher=ptdbench"]
 
@@ -176,7 +176,7 @@ def _earlier(directory: Path, run: RunRecord) -> list[str]:
     return [override for override in typed if not affects(option(override), "blocks")]
 
 
-def _record(asked: str, directory: Path) -> RunRecord:
+def _record(key: str, directory: Path) -> RunRecord:
     """Return the record of a run that is to continue; raises ConfigError if there is none, or it is damaged."""
     try:
         return store.read_record(directory)
@@ -186,7 +186,7 @@ def _record(asked: str, directory: Path) -> RunRecord:
             rule, remedy = "is a sweep", f"try {command(directory)}, or give the directory of one of its runs"
     except store.Damaged as damage:
         rule, remedy = str(damage), "type the overrides again, in a new directory"
-    raise ConfigError([Problem(asked, directory, rule, remedy)])
+    raise ConfigError([Problem(key, directory, rule, remedy)])
 
 
 def _is_place(override: str) -> bool:
@@ -202,8 +202,8 @@ def _replaced(directory: Path, others: Iterable[str], earlier: Iterable[str]) ->
 
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
-    given = values(others)
-    return [override for override in overrides if option(override) not in given]
+    chosen = values(others)
+    return [override for override in overrides if option(override) not in chosen]
 
 
 def _shape(earlier: Iterable[str], run: RunRecord, others: Iterable[str], world: World | None) -> list[str]:
@@ -216,8 +216,8 @@ def _shape(earlier: Iterable[str], run: RunRecord, others: Iterable[str], world:
     of_jobs = () if typed else ("cluster.gpus_per_node",)  # without a cluster, this machine's GPUs are used
     kept = {name: was.get(name.removeprefix("cluster.")) for name in options_affecting("shape") if name not in of_jobs}
     if world:  # the run will use its nodes and ranks
-        here = {"cluster.nodes": world.nodes, "cluster.ranks_per_node": world.local_size}
-        kept = {name: value for name, value in kept.items() if here.get(name, value) == value}
+        of_world = {"cluster.nodes": world.nodes, "cluster.ranks_per_node": world.local_size}
+        kept = {name: value for name, value in kept.items() if of_world.get(name, value) == value}
     return [f"{name}={value}" for name, value in kept.items() if value not in (None, "auto")]
 
 
@@ -246,7 +246,7 @@ def startable(directory: Path, world: World | None) -> Config:
     _refuse_complete(directory, run, "run")
     if world is None:
         if run.option("cluster.submit", str):
-            rule = f"cluster={run.option('cluster.name', str)} carries it out as a job"
+            rule = f"cluster={run.option('cluster.name', str)} executes it as a job"
             raise ConfigError([Problem("run", directory, rule, f"try {terminal.command()} {in_shell(RUN, directory)}")])
         _refuse_elsewhere(directory, run)
     config = of_record(run.written)
@@ -261,21 +261,21 @@ def check_targets(typed: Sequence[str], configs: Iterable[Config]) -> None:
     Raises:
         ConfigError: There is such a name.
     """
-    given = values(typed)
-    for asked, config in itertools.product((RUN, SWEEP), configs):
-        if directory := _path(given.get(asked)):
-            _check_targets(asked, directory, config, typed)
+    chosen = values(typed)
+    for key, config in itertools.product((RUN, SWEEP), configs):
+        if directory := _path(chosen.get(key)):
+            _check_targets(key, directory, config, typed)
 
 
-def _check_targets(asked: str, directory: Path, config: Config, typed: Sequence[str] = ()) -> None:
+def _check_targets(key: str, directory: Path, config: Config, typed: Sequence[str] = ()) -> None:
     for name, target in targets(config.resolved):
         parts = target.split(".")
         is_any = parts[0] in sys.stdlib_module_names - _HARMLESS or _RUNS_CODE.intersection(parts) or "$" in target
         if is_any and not any(target in word for word in typed):
             rule = f"its record names {target}, which may run any code"
-            again = f"{terminal.command()} {SWEEP if asked == SWEEP else RUN}={directory} {name}={target}"
+            again = f"{terminal.command()} {SWEEP if key == SWEEP else RUN}={directory} {name}={target}"
             remedy = f"if you trust whoever wrote it, try {again}"
-            raise ConfigError([Problem(asked, directory, rule, remedy)])
+            raise ConfigError([Problem(key, directory, rule, remedy)])
 
 
 def _new(others: Iterable[str], earlier: Sequence[str]) -> list[str]:
@@ -286,9 +286,9 @@ def _new(others: Iterable[str], earlier: Sequence[str]) -> list[str]:
 def _refuse_elsewhere(directory: Path, run: RunRecord) -> None:
     """Refuse to resume a launcher's run as processes of this machine, which may be a login node."""
     launcher, nodes = run.launcher, run.nodes
-    here = {socket.gethostname(), socket.gethostname().partition(".")[0]}
-    known = KNOWN.get(launcher or "local")
-    if known and (known.has_parent or (not known.has_step and set(nodes) <= here)):
+    hosts = {socket.gethostname(), socket.gethostname().partition(".")[0]}
+    starter = KNOWN.get(launcher or "local")
+    if starter and (starter.has_parent or (not starter.has_step and set(nodes) <= hosts)):
         return
     where = f" on {', '.join(nodes[:4])}{' ...' * (len(nodes) > 4)}" if nodes else ""
     rule = f"its ranks were started by {launcher}{where}, and this process is not a rank of a launcher"
@@ -297,12 +297,12 @@ def _refuse_elsewhere(directory: Path, run: RunRecord) -> None:
     raise ConfigError([Problem(RUN, directory, rule, remedy)])
 
 
-def _refuse_complete(directory: Path, run: RunRecord, asked: str = RUN) -> None:
+def _refuse_complete(directory: Path, run: RunRecord, key: str = RUN) -> None:
     done, wanted = run.steps or 0, run.option("train.steps", int)
     if run.status == "ok" and done == wanted:
         rule, again = f"is complete, with {done} of {wanted} steps", f"{terminal.command()} {in_shell(RUN, directory)} "
-        remedy = f"try {again * (asked != RUN)}train.steps={2 * done}, to train on from there"
-        raise ConfigError([Problem(asked, directory, rule, remedy)])
+        remedy = f"try {again * (key != RUN)}train.steps={2 * done}, to train on from there"
+        raise ConfigError([Problem(key, directory, rule, remedy)])
 
 
 def _path(value: str | None) -> Path | None:

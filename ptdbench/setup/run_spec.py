@@ -1,7 +1,7 @@
 """Specification of a run: every object that its configuration names, built and checked against the others.
 
 Specifying a run starts no process and writes nothing. The process that opens a run does it once, to find all problems
-before anything happens, and keeps a :class:`Summary` in the record; the ranks :func:`build` it from there.
+before anything happens, and keeps a summary in the record; the ranks :func:`build` it from there.
 """
 
 import gc
@@ -32,15 +32,6 @@ from ptdbench.virtual.machine import MOST_GPUS, Machine
 
 
 @dataclass(frozen=True)
-class Summary:
-    """A cheap summary of a specified run."""
-
-    world_size: int  #: Number of ranks.
-    trains: bool  #: Whether it trains, so that its data must be prepared.
-    fields: Mapping[str, Any]  #: Fields to add to its record.
-
-
-@dataclass(frozen=True)
 class RunSpec:
     """The specification of one run."""
 
@@ -65,7 +56,9 @@ class RunSpec:
     @property
     def nccl_bytes(self) -> int:
         """GPU memory of NCCL's buffers on a training rank, in bytes, by their documented size."""
-        return self.training.communicators * NCCL_BUFFERS if self.training and self.backend == "nccl" else 0
+        if self.training is None or self.backend != "nccl":
+            return 0
+        return self.training.layout.dims.communicators * NCCL_BUFFERS
 
     def ranks_here(self, world: World | None) -> int:
         """Return the number of ranks on this machine; with virtual GPUs that is all of them, whatever their node."""
@@ -74,8 +67,8 @@ class RunSpec:
         return world.local_size if world else self.world_size
 
     @property
-    def summary(self) -> Summary:
-        """The summary for a process that is not itself a rank."""
+    def summary(self) -> dict[str, Any]:
+        """The fields of the record that the specification determines; with a ``layout`` if the run trains."""
         fields: dict[str, Any] = {"world_size": self.world_size, **({"kind": "virtual"} if self.virtual else {})}
         if (training := self.training) is None:
             fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision", "kernels"))
@@ -83,7 +76,7 @@ class RunSpec:
             layout, tokens = training.layout.as_dict(), training.data.tokens_per_sample
             parameters = parameter_count(module_of(training.model))
             fields |= {"parameters": parameters, "tokens_per_sample": tokens, "layout": layout}
-        return Summary(self.world_size, trains=training is not None, fields=fields)
+        return fields
 
     def device(self, local_rank: int) -> torch.device:
         """Return the device of a rank: the GPU with its number, or the only one that its launcher lets it see."""
@@ -104,42 +97,40 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     Raises:
         ConfigError: With all problems, as far as one can be checked in the presence of another.
     """
-    found = ErrorCollector()
-    if virtual := found.catch(choices.virtual, config):
-        found.catch(lambda: require(*_unfit_for_virtual(config, world)))
-        ranks = found.catch(lambda: config.cluster.ranks_per_node)  # a virtual node has one GPU per rank
+    errors = ErrorCollector()
+    if virtual := errors.catch(choices.virtual, config):
+        errors.catch(lambda: require(*_unfit_for_virtual(config, world)))
+        ranks = errors.catch(lambda: config.cluster.ranks_per_node)  # a virtual node has one GPU per rank
         gpus = ranks if isinstance(ranks, int) else RANKS_WITHOUT_GPU
     gpus = torch.cuda.device_count() if gpus is None else gpus
     device_type = _device_type(config, gpus)
     available = gpus if device_type == "cuda" else RANKS_WITHOUT_GPU
     world_size = partial(_world_size, config, world, available=available, is_virtual=virtual is not None)
     for part in ("general", "cluster", "checkpoint", "profile", "sweep"):
-        found.catch(getattr, config, part)
-    found.catch(lambda: require(*_without_gpus(config, world, gpus)))
-    found.catch(checks.check_precision, config.resolved.get("precision"), device_type)
+        errors.catch(getattr, config, part)
+    errors.catch(lambda: require(*_contradictions(config, world, gpus, virtual is not None)))
+    errors.catch(checks.check_precision, config.resolved.get("precision"), device_type)
     if virtual:
         precision = config.resolved.get("precision")
-        found.catch(checks.check_capability, precision, virtual.gpu_name, virtual.capability)
-        found.catch(checks.check_kernels, config.call("virtual").name, virtual.capability)
-    workload = found.catch(choices.build, config, "workload")
+        errors.catch(checks.check_capability, precision, virtual.gpu_name, virtual.capability)
+        errors.catch(checks.check_kernels, config.call("virtual").name, virtual.capability)
+    workload = errors.catch(choices.build, config, "workload")
     trains = workload is not None and workload.trains
-    found.catch(lambda: require(*_in_vain(config)))
-    found.catch(_check_logger, config, trains)
+    errors.catch(_check_logger, config, trains)
     on_gpu = device_type == "cuda"
     nodes = _nodes(config, world)
-    trained = found.catch(training_spec.specify, config, world_size, nodes=nodes, on_gpu=on_gpu) if trains else None
-    size = trained.layout.dims.world_size if trained else found.catch(world_size, lambda available: available)
-    found.catch(lambda: require(*_unfit_for_search(config, world, virtual)))
+    trained = errors.catch(training_spec.specify, config, world_size, nodes=nodes, on_gpu=on_gpu) if trains else None
+    size = trained.layout.dims.world_size if trained else errors.catch(world_size, lambda available: available)
     if virtual and size:
-        found.catch(virtual.check_ranks, size)
+        errors.catch(virtual.check_ranks, size)
     backend = _backend(config, device_type)
     if trained:
-        found.catch(lambda: require(*_unclassified(config, trained)))
-        found.catch(_check_fp8, config, trained)
-        found.catch(trained.check_backend, backend, device_type)
+        errors.catch(lambda: require(*_unclassified(config, trained)))
+        errors.catch(_check_fp8, config, trained)
+        errors.catch(trained.check_backend, backend, device_type)
     if workload and size:
-        found.catch(workload.check, size, device_type, backend)
-    found.close()
+        errors.catch(workload.check, size, device_type, backend)
+    errors.close()
     assert workload and size  # noqa: PT018 - one fact
     return RunSpec(config, device_type, backend, size, training=trained, virtual=virtual)
 
@@ -164,7 +155,7 @@ def place(config: Config, size: int) -> Place:
     return Place(nodes, machine.ranks and sorted(machine.ranks), machine.environment(size // nodes))
 
 
-def summarize(config: Config, world: World | None, gpus: int | None = None) -> Summary:
+def summarize(config: Config, world: World | None, gpus: int | None = None) -> dict[str, Any]:
     """Specify a run, and keep only its summary; arguments and errors are those of :func:`specify`.
 
     The run is refused if its training state cannot fit into memory. A model without ``reset`` is built whole in host
@@ -206,7 +197,8 @@ def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, runnin
     if spec.is_on_host:
         return checks.on_host(ranks, reserve, running=running)
     if spec.virtual:
-        return checks.on_virtual(spec.virtual.gpu, reserve, spec.nccl_bytes)
+        gpu = spec.virtual.gpu
+        return checks.of_gpu(gpu.memory - gpu.context, gpu.memory, reserve, spec.nccl_bytes, f"virtual {gpu.name}")
     return checks.on_gpu(spec.device(local_rank), reserve, spec.nccl_bytes)
 
 
@@ -247,9 +239,12 @@ def _backend(config: Config, device_type: str) -> str:
     return {"cpu": "gloo", "cuda": "nccl"}[device_type] if chosen == "auto" else chosen
 
 
-def _without_gpus(config: Config, world: World | None, gpus: int) -> Iterator[Problem]:
-    general, device_type, ranks = config.general, _device_type(config, gpus), config.cluster.ranks_per_node
+def _contradictions(config: Config, world: World | None, gpus: int, is_virtual: bool) -> Iterator[Problem]:
+    """Yield options that contradict each other, this machine's GPUs, or the launcher of the ranks."""
+    general, cluster, wanted = config.general, config.cluster, config.train.micro_batch
+    device_type, ranks, launcher = _device_type(config, gpus), cluster.ranks_per_node, world.launcher if world else ""
     shared = gpus == 1 and bool(world or general.backend == "gloo")  # a launcher's ranks have agreed on their devices
+    requeues = isinstance(cluster, Slurm) and cluster.requeue
     return broken([
         (general.device == "cuda" and gpus == 0, "device", "cuda", "this machine has no GPU that torch can use",
          "try auto, cpu"),
@@ -257,18 +252,16 @@ def _without_gpus(config: Config, world: World | None, gpus: int) -> Iterator[Pr
          "NCCL moves data between GPUs, and the ranks of this run have none", "try auto, gloo"),
         (device_type == "cuda" and ranks != "auto" and ranks > gpus and not shared, "cluster.ranks_per_node", ranks,
          f"must not exceed the number of GPUs, {gpus}: one rank, one GPU", f"try auto, {gpus}, or device=cpu"),
-    ])  # fmt: skip
-
-
-def _in_vain(config: Config) -> Iterator[Problem]:
-    cluster, general = config.cluster, config.general
-    requeues = isinstance(cluster, Slurm) and cluster.requeue
-    return broken([
         (requeues and config.checkpoint.every_steps is None, "cluster.requeue", True,
          "a requeued run continues from its last checkpoint, and this one saves none", "give checkpoint.every_steps"),
         (general.objective != "throughput" and config.eval.every is None, "objective", general.objective,
          "is measured on held-out samples, and eval.every=null never evaluates",
          f"try eval.every={config.train.steps}"),
+        (wanted == "best" and is_virtual, "train.micro_batch", wanted,
+         "is found by timing runs, and virtual GPUs take no time", "try max"),
+        (wanted in ("max", "best") and launcher in LAUNCHERS, "train.micro_batch", wanted,
+         f"is found by short runs, each with fresh ranks, and {launcher} has started these once",
+         f"start it with plain python or cluster=slurm, or give the number that {command('plan')} finds"),
     ])  # fmt: skip
 
 
@@ -282,18 +275,6 @@ def _check_logger(config: Config, trains: bool) -> None:
             (importlib.util.find_spec(package) is None, "logger", name,
              f"needs the package {package}, which is not installed", f"try pip install 'ptdbench[{package}]'"),
         ]))  # fmt: skip
-
-
-def _unfit_for_search(config: Config, world: World | None, virtual: Machine | None) -> Iterator[Problem]:
-    """Yield a search for the micro-batch under a launcher, which starts ranks only once, or by times there are not."""
-    wanted, launcher = config.train.micro_batch, world.launcher if world else ""
-    remedy = f"start it with plain python or cluster=slurm, or give the number that {command('plan')} finds"
-    return broken([
-        (wanted == "best" and virtual is not None, "train.micro_batch", wanted,
-         "is found by timing runs, and virtual GPUs take no time", "try max"),
-        (wanted in ("max", "best") and launcher in LAUNCHERS, "train.micro_batch", wanted,
-         f"is found by short runs, each with fresh ranks, and {launcher} has started these once", remedy),
-    ])  # fmt: skip
 
 
 def _unclassified(config: Config, training: TrainingSpec) -> Iterator[Problem]:
@@ -319,11 +300,11 @@ def _check_fp8(config: Config, training: TrainingSpec) -> None:
     if is_gathered and (offload := config.resolved.get("offload")) != "none":
         rule = f"is not available with offload={offload}: ranks agree on scales on the GPU, where they gather"
         require(Problem("precision", name, rule, "try fp8"))
-    found = fp8.converted(layers, name, sharded=is_sharded)
-    if is_gathered and (uneven := [layer.out_features for layer in found if layer.out_features % dims.shards]):
+    converted = fp8.converted(layers, name, sharded=is_sharded)
+    if is_gathered and (uneven := [layer.out_features for layer in converted if layer.out_features % dims.shards]):
         rule = f"FSDP gathers shards of equal size in fp8, and {dims.shards} do not divide the {uneven[0]} outputs"
         require(Problem("precision", name, f"{rule} of a linear layer", "try fp8, or another parallel.shard"))
-    if not found:
+    if not converted:
         rule = f"no layer of model={config.call('model').name} has an nn.Linear of at least {fp8.SMALLEST} features, "
         rule += f"both multiples of {fp8.MULTIPLE}"
         require(Problem("precision", name, rule, "try bf16"))
@@ -353,7 +334,7 @@ def _world_size(
 
 
 def _nodes(config: Config, world: World | None) -> int:
-    """Return the number of nodes; of a launcher that does not tell, as many as ranks like those of this one fill."""
+    """Return the number of nodes; if the launcher does not say, assume as many ranks on each node as on this one."""
     if world:
         return world.nodes or max(world.size // world.local_size, 1)
     nodes = config.resolved["cluster"].get("nodes", "auto")  # not from config.cluster, where another may be wrong
@@ -372,15 +353,15 @@ def change_of_shape(checkpoint: Manifest, world_size: int, layout: Mapping[str, 
     return f"{_shape_described(world_size, layout)} instead of {_shape_described(checkpoint.world_size, was)}"
 
 
-def require_same_shape(directory: Path, summary: Summary, allowed: bool) -> None:
+def require_same_shape(directory: Path, summary: Mapping[str, Any], allowed: bool) -> None:
     """Raise ConfigError for a run that would resume in place with another shape, unless that is ``allowed``.
 
     Any layout can load a checkpoint, but not always the random generators of each single rank. The numbers may
     therefore differ from then on, and times are no longer comparable.
     """
-    if allowed or not summary.trains or (found := checkpoint_dir.latest_manifest(directory)) is None:
+    if allowed or "layout" not in summary or (checkpoint := checkpoint_dir.latest_manifest(directory)) is None:
         return
-    if changed := change_of_shape(found, summary.world_size, summary.fields["layout"]):
+    if changed := change_of_shape(checkpoint, summary["world_size"], summary["layout"]):
         rule = f"{directory} would continue with {changed}, which may change its numbers"
         remedy = "start it as before, set reshape=true, or add options to start a new run from it"
         require(Problem("reshape", False, rule, remedy))

@@ -7,7 +7,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
@@ -19,9 +19,6 @@ from ptdbench.setup.commandline import as_written, option, values
 from ptdbench.setup.compose import Composed, without_hydra
 from ptdbench.setup.config import Config, Repeat, Slurm
 from ptdbench.terminal import plural
-
-if TYPE_CHECKING:  # it imports torch
-    from ptdbench.setup.run_spec import Summary
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,9 @@ class Run:
     composed: Mapping[str, Any]  #: What Hydra composed, unresolved and with its own node: the content of its files.
     block: int | None = None  #: Its block of repeats; ``None`` without repeats.
     shape: Shape | None = None  #: The shape of its job; ``None`` if it runs on this machine.
-    summary: Summary | None = None  #: Its summary; ``None`` if it has not been specified, or is refused.
+    summary: Mapping[str, Any] | None = (
+        None  #: That of its specification; ``None`` if it has not been specified, or is refused.
+    )
     refused: ConfigError | None = None  #: Why it cannot run; it then becomes a row of the table, but no job.
 
     @property

@@ -53,11 +53,11 @@ def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def problems(
-    target: Callable[..., Any], options: Mapping[str, Any], given: Sequence[str] = (), group: str = ""
+    target: Callable[..., Any], options: Mapping[str, Any], passed: Sequence[str] = (), group: str = ""
 ) -> list[Problem]:
     """Return the problems of calling ``target(**options)``, without calling it.
 
-    ``given`` are parameters that the program passes itself, for example a model's parameters to an optimizer.
+    ``passed`` are parameters that the program passes itself, for example a model's parameters to an optimizer.
     Suggested options are prefixed with ``group``; the caller adds the prefix to the problems' options.
     """
     takes = parameters(target)
@@ -67,23 +67,23 @@ def problems(
         hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     except Exception:  # evaluates annotations, which may be third-party code
         hints = {}
-    found = []
+    refusals = []
     for option, value in options.items():
         if option not in named and not takes_any:
-            close = nearest(option, [name for name in named if name not in given])
+            close = nearest(option, [name for name in named if name not in passed])
             meant = [f"{group}.{name}" if group else name for name in close]
-            found.append(Problem(option, value, "there is no such option", try_these(meant)))
+            refusals.append(Problem(option, value, "there is no such option", try_these(meant)))
         elif option in hints and not any(_fits_one(value, member) for member in _alternatives(hints[option])):
             rule = f"must be {_spelled(hints[option])}"
             remedy = _QUOTE if isinstance(value, list) and _LISTS[str,] in rule else ""
-            found.append(Problem(option, value, rule, remedy))
+            refusals.append(Problem(option, value, rule, remedy))
         elif option in hints and isinstance(value, int | float):
             limits = [limit for limit in _limits(hints[option]) if not limit.holds(value)]
-            found += [Problem(option, value, limit.rule, limit.remedy) for limit in limits]
+            refusals += [Problem(option, value, limit.rule, limit.remedy) for limit in limits]
     for name, parameter in named.items():
-        if parameter.default is parameter.empty and name not in options and name not in given:
-            found.append(Problem(name, "(not set)", "must be given"))
-    return found
+        if parameter.default is parameter.empty and name not in options and name not in passed:
+            refusals.append(Problem(name, "(not set)", "must be given"))
+    return refusals
 
 
 def _alternatives(hint: Any) -> list[Any]:
@@ -121,7 +121,7 @@ def _fits_one(value: Any, hint: Any) -> bool:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if origin in (list, tuple, Sequence):
         kind = get_args(hint)
-        return isinstance(value, list | tuple) and (kind not in _LISTS or all(_fits_one(one, *kind) for one in value))
+        return isinstance(value, list | tuple) and (kind not in _LISTS or all(_fits_one(item, *kind) for item in value))
     if origin in (dict, Mapping):
         return isinstance(value, Mapping)
     if hint in (int, float) and isinstance(value, bool):

@@ -104,11 +104,6 @@ class TrainingSpec:
             return None
         return f"kernels=torch, except for {', '.join(used)}, where ptdbench's own stands in"
 
-    @property
-    def communicators(self) -> int:
-        """Number of NCCL communicators of a rank."""
-        return self.layout.dims.communicators
-
     def parts_of_stages(self) -> list[list[str]] | None:
         """Return each stage's parts other than repeated layers, before :meth:`engine`; ``None`` without a pipeline."""
         return unrepeated(self.model, where) if (where := self._split()) else None
@@ -173,13 +168,13 @@ def specify(
     Raises:
         ConfigError: With all problems, as far as one can be checked in the presence of another.
     """
-    found = ErrorCollector()
-    found.catch(lambda: config.train)
-    found.catch(lambda: config.eval)
-    strategy: Strategy | None = found.catch(choices.build, config, "parallel")
-    activations: Activations | None = found.catch(choices.build, config, "activations")
-    data: Data | None = found.catch(_data, config)
-    schedule: Schedule | None = found.catch(_schedule, config)
+    errors = ErrorCollector()
+    errors.catch(lambda: config.train)
+    errors.catch(lambda: config.eval)
+    strategy: Strategy | None = errors.catch(choices.build, config, "parallel")
+    activations: Activations | None = errors.catch(choices.build, config, "activations")
+    data: Data | None = errors.catch(_data, config)
+    schedule: Schedule | None = errors.catch(_schedule, config)
 
     def example() -> tuple[Any, Tensor]:
         if data is None:
@@ -188,35 +183,35 @@ def specify(
 
     def layout() -> BatchPlan:
         assert strategy
-        asked, size = config.train, world_size(strategy.ranks)
+        train, size = config.train, world_size(strategy.ranks)
         dims = under("parallel", strategy.dims, size, model, nodes)
         # A micro-batch that must be searched for is not known yet; the search makes its own layouts.
-        micro_batch: int | Literal["auto"] = asked.micro_batch if isinstance(asked.micro_batch, int) else "auto"
-        under("train", batch.check_share, dims.batch, asked.global_batch, micro_batch)
-        return under("parallel", strategy.layout, dims, asked.global_batch, micro_batch)
+        micro_batch: int | Literal["auto"] = train.micro_batch if isinstance(train.micro_batch, int) else "auto"
+        under("train", batch.check_share, dims.batch, train.global_batch, micro_batch)
+        return under("parallel", strategy.layout, dims, train.global_batch, micro_batch)
 
-    model = found.catch(_model, config, example)
+    model = errors.catch(_model, config, example)
     if model and data:
-        found.catch(_check_data, config, model, data, on_gpu)
-    optimizer = found.catch(_optimizer, config, module_of(model) if model else _ANY_MODEL)
-    where = found.catch(layout) if strategy else None
+        errors.catch(_check_data, config, model, data, on_gpu)
+    optimizer = errors.catch(_optimizer, config, module_of(model) if model else _ANY_MODEL)
+    where = errors.catch(layout) if strategy else None
     if strategy:
         if model and where:
-            found.catch(_check_layout, config, strategy, model, where, data)
-            found.catch(strategy.check_option, "compile", config.resolved["compile"], where)
-            found.catch(strategy.check_option, "offload", config.resolved["offload"], where)
+            errors.catch(_check_layout, config, strategy, model, where, data)
+            errors.catch(strategy.check_option, "compile", config.resolved["compile"], where)
+            errors.catch(strategy.check_option, "offload", config.resolved["offload"], where)
         if data and where:
-            found.catch(lambda: under("parallel", strategy.check_sample, *data.example(), where))
-        found.catch(strategy.check_option, "precision", config.resolved["precision"], where)
+            errors.catch(lambda: under("parallel", strategy.check_sample, *data.example(), where))
+        errors.catch(strategy.check_option, "precision", config.resolved["precision"], where)
         if activations and where:
-            found.catch(strategy.check_option, "activations", activations, where)
+            errors.catch(strategy.check_option, "activations", activations, where)
         if optimizer and model and where:
-            found.catch(lambda: strategy.check_option("optimizer", optimizer(_of_one_number(module_of(model))), where))
+            errors.catch(lambda: strategy.check_option("optimizer", optimizer(_of_one_number(module_of(model))), where))
     if activations and model:
-        found.catch(lambda: require(*_untreated(config, activations, model)))
+        errors.catch(lambda: require(*_untreated(config, activations, model)))
     if model and data and strategy and where and activations:
-        found.catch(_check_observed, config, model, data, strategy, where.dims, activations)
-    found.close()
+        errors.catch(_check_observed, config, model, data, strategy, where.dims, activations)
+    errors.close()
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018
     parts = (where, strategy, activations, model, data, optimizer, schedule)
@@ -231,10 +226,10 @@ def prepare_data(config: Config, data: Data | None = None) -> None:
     """
     data = _data(config) if data is None else data
     under("data", data.prepare)
-    if (every := config.eval.every) is not None and not data.held_out:
+    if (interval := config.eval.every) is not None and not data.held_out:
         call = config.call("data")
         other = "give data.held_out" if "held_out" in call.options else "data with held-out samples"
-        require(Problem("eval.every", every, f"data={call.name} has no held-out samples", f"try null, or {other}"))
+        require(Problem("eval.every", interval, f"data={call.name} has no held-out samples", f"try null, or {other}"))
 
 
 def _data(config: Config) -> Data:
@@ -242,11 +237,11 @@ def _data(config: Config) -> Data:
 
 
 def _schedule(config: Config) -> Schedule:
-    found: Schedule = choices.build(config, "lr_schedule")
-    if not callable(getattr(found, "factor", None)):
+    schedule: Schedule = choices.build(config, "lr_schedule")
+    if not callable(getattr(schedule, "factor", None)):
         remedy = "write it as ptdbench.optim.schedules.Schedule"
         require(Problem("lr_schedule._target_", config.call("lr_schedule").target, "has no factor()", remedy))
-    return found
+    return schedule
 
 
 def _grouped(config: Config, model: nn.Module) -> MakeOptimizer:
@@ -265,7 +260,7 @@ def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
     if isinstance(tried, Muon) and "matrices" not in {group["rule"] for group in tried.param_groups}:
         rule = f"is for matrices, and model={config.call('model').name} has none outside embeddings, head and kernels"
         require(Problem("optimizer", config.call("optimizer").name, rule, "try adamw"))
-    if tried.defaults.get("fused") and (odd := [name for name, one in model.named_parameters() if one.is_complex()]):
+    if tried.defaults.get("fused") and (odd := [name for name, p in model.named_parameters() if p.is_complex()]):
         rule = f"{odd[0]} is complex, and fused kernels take real weights only"
         require(Problem("optimizer.fused", True, rule, "try optimizer.fused=false"))
     is_own = not type(tried).__module__.startswith(("torch.", "ptdbench."))
@@ -294,9 +289,9 @@ def _unsaved(optimizer: torch.optim.Optimizer) -> Problem | None:
         for key, value in group.items()
         if key != "lr" and isinstance(value, int | float) and value != earlier.get(key)
     )
-    if (found := next(chain(states, groups), None)) is None:
+    if (unsaved := next(chain(states, groups), None)) is None:
         return None
-    rule = f"keeps {found}, but checkpoints hold only tensors in its state"
+    rule = f"keeps {unsaved}, but checkpoints hold only tensors in its state"
     return Problem("optimizer", type(optimizer).__name__, rule, "try adamw, sgd, or checkpoint.every_steps=null")
 
 
@@ -321,27 +316,27 @@ def _model(config: Config, example: Callable[[], tuple[Any, Tensor]]) -> Model:
 
 def _check_data(config: Config, model: Model, data: Data, on_gpu: bool) -> None:
     """Try the model on two samples, on the meta device if it runs there, where that costs nothing."""
-    built, given = config.call("model"), config.call("data")
-    for name in ("sequence_length", "image_size") if built.target.startswith("ptdbench.") else ():
-        size, asked = built.options.get(name), given.options.get(name)
-        if None not in (size, asked) and size != asked:
-            rule = f"must be {size}, that of model={built.name}, for which FLOPs are counted"
-            require(Problem(f"data.{name}", asked, rule, f"try model.{name}={asked}"))
+    call, data_call = config.call("model"), config.call("data")
+    for name in ("sequence_length", "image_size") if call.target.startswith("ptdbench.") else ():
+        size, data_size = call.options.get(name), data_call.options.get(name)
+        if None not in (size, data_size) and size != data_size:
+            rule = f"must be {size}, that of model={call.name}, for which FLOPs are counted"
+            require(Problem(f"data.{name}", data_size, rule, f"try model.{name}={data_size}"))
     error = failure(module_of(model), data.example())
     if error and not (
         on_gpu and isinstance(error, RuntimeError | AssertionError)
     ):  # code for GPUs may run nowhere else
-        rule = f"does not suit model={built.name}: {first_line(error)}"
+        rule = f"does not suit model={call.name}: {first_line(error)}"
         remedy = ""
         if isinstance(model, foreign.Adapted):
             rule += f"; its forward takes {', '.join(model.takes)}"
-            names = ("data=synthetic_inputs, or " * ("config" in built.options), "samples that are a dict of these")
+            names = ("data=synthetic_inputs, or " * ("config" in call.options), "samples that are a dict of these")
             remedy = f"try {''.join(names)} by data=custom"
-        raise ConfigError([Problem("data", given.name, rule, remedy)]) from None
+        raise ConfigError([Problem("data", data_call.name, rule, remedy)]) from None
 
 
 def _check_layout(config: Config, strategy: Strategy, model: Model, layout: BatchPlan, data: Data | None) -> None:
-    """Refuse a model that cannot be laid out this way, or whose ranks would not compute by its plan what one does."""
+    """Refuse a model that cannot be laid out this way, or whose tensor-parallel plan changes its results."""
     under("parallel", strategy.check, model, layout)
     if layout.dims.tensor == 1 or not isinstance(model, foreign.Adapted) or data is None:
         return
@@ -376,7 +371,7 @@ def _untreated(config: Config, activations: Activations, model: Model) -> Iterat
             yield Problem("activations", name, rule, "try keep, recompute")
 
 
-#: What a forward pass may do that some options do not go with, and how that is told; see :class:`Observed`.
+#: What a forward pass may do that excludes some options, in words for messages; see :class:`Observed`.
 _OBSERVED = {
     "weights": "the model's forward pass changes weights in place, {} for one",
     "buffers": "the model's forward pass changes buffers, {} for one",

@@ -61,7 +61,7 @@ class SweepEta:
 def draft(run: Run, directory: Path) -> Draft:
     """Return the record of a run before its start, with its summary and the variables of its environment."""
     written = record.begin(run.config.resolved, directory, {}, run.overrides)
-    written |= {"variables": dict(run.environment), **(run.summary.fields if run.summary else {})}
+    written |= {"variables": dict(run.environment), **(run.summary or {})}
     return record.failed(written, failure.describe(run.refused, rank=-1)) if run.refused else written
 
 
@@ -79,7 +79,7 @@ class Agenda:
     #: Decides after which block of repeats to stop; ``None`` if all runs are executed.
     stopping: StoppingRule | None = None
     skipped: list[str] = field(default_factory=list)  #: Runs that could not be executed in their directories.
-    refused: list[Run] = field(default_factory=list)  #: Runs of which only the refusal was recorded.
+    refused: list[Run] = field(default_factory=list)  #: Runs whose refusal was recorded.
 
     @staticmethod
     def of(
@@ -121,8 +121,8 @@ class Agenda:
     def open(self, number: int) -> Run | None:
         """Write the record of a run and Hydra's files, and return the run; ``None`` if it must not be executed.
 
-        Left out are runs that are done, in the queue or not requested; with a message those that another process
-        executes, or that have checkpoints of other options; and in a search those that failed.
+        Runs that are done, in the queue or not requested are skipped, in a search also those that failed. Runs that
+        another process executes, or that have checkpoints of other options, are skipped with a message.
 
         Raises:
             ConfigError: The run is one of a search or a single one, and it cannot be executed in its directory.
@@ -157,7 +157,7 @@ class Agenda:
         return self._is_done(run)
 
     def _is_done(self, run: Run) -> bool:
-        """Return whether a run is ok, or has failed in a search, whose sweeper would draw other values after it."""
+        """Return whether a run is ok, or has failed in a search, whose sweeper would otherwise draw other values."""
         is_there = (self.place(run) / store.RECORD).exists()
         return is_there and record.is_done(self.place(run), run.config.resolved, or_failed=self.searches)
 
@@ -181,7 +181,7 @@ class Agenda:
         if self.searches and not earlier.is_interrupted:
             rule = f"was done with other options, {other}, and the sweeper chooses other values now"
             require(Problem("directory", directory, rule, "start another search"))
-        shape = options_affecting("shape")  # that of a checkpoint is compared by itself
+        shape = options_affecting("shape")  # the checkpoint's own shape is compared separately
         if checkpoint_dir.latest_manifest(directory) and not record.same_where_both(was, now, shape):
             rule = f"has checkpoints of other options, {other}"
             require(Problem("directory", directory, rule, "remove them, or start another sweep"))

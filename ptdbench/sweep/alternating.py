@@ -44,8 +44,8 @@ _PACKAGES = re.compile(r"(?<![\w.])([A-Za-z_]\w*)\.")
 _LOCATE = f"""{search_path.LAST}
 import importlib.util
 for name in sys.argv[1:]:
-    found = importlib.util.find_spec(name)
-    print(next(iter(found.submodule_search_locations or [found.origin])) if found else "")
+    spec = importlib.util.find_spec(name)
+    print(next(iter(spec.submodule_search_locations or [spec.origin])) if spec else "")
 """
 
 
@@ -123,14 +123,14 @@ def _git(revision: str, *words: str) -> str:
 
 def _checked_out(tree: Path, top: Path) -> Side:
     """Return a side that imports from its checkout what this process would import from the working tree."""
-    here = tree / Path.cwd().relative_to(top)
-    here = here if here.is_dir() else tree  # the folder may be newer than the commit
-    path = [here, tree, tree / "src"]
+    directory = tree / Path.cwd().relative_to(top)
+    directory = directory if directory.is_dir() else tree  # the folder may be newer than the commit
+    path = [directory, tree, tree / "src"]
     for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         folder = Path(entry).resolve()  # an empty entry is the current folder
         path.append(tree / folder.relative_to(top) if folder.is_relative_to(top) else folder)
     folders = dict.fromkeys([*search_path.standard(), *(str(folder) for folder in path if folder.exists())])
-    return Side(tree.name, sys.executable, here, {**os.environ, "PYTHONPATH": os.pathsep.join(folders)})
+    return Side(tree.name, sys.executable, directory, {**os.environ, "PYTHONPATH": os.pathsep.join(folders)})
 
 
 def _require_from_checkout(side: Side, folder: Path, top: Path, overrides: Sequence[str]) -> None:
@@ -197,10 +197,10 @@ def _both_sides(directory: Path, count: int) -> list[Compared]:
 
 def _start(side: Side, overrides: Sequence[str], folder: Path, repeat: Repeat) -> None:
     """Run one block of one side; its table is not shown, and failed runs are rows of the comparison."""
-    own = [f"repeat.block={repeat.block}", f"repeat.series={commandline.quoted(str(repeat.series))}"]
+    of_block = [f"repeat.block={repeat.block}", f"repeat.series={commandline.quoted(str(repeat.series))}"]
     if repeat.runs == "auto":  # so that the records tell that results were examined several times
-        own += ["repeat.runs=auto", f"repeat.max={repeat.max}"]
-    words = [*overrides, *own, f"hydra.sweep.dir={commandline.quoted(str(folder))}"]
+        of_block += ["repeat.runs=auto", f"repeat.max={repeat.max}"]
+    words = [*overrides, *of_block, f"hydra.sweep.dir={commandline.quoted(str(folder))}"]
     command = [side.python, *search_path.module("ptdbench"), "train", "-m", *words]
     status, stopped = local.attended(command, cwd=side.directory, env=side.environ, stdout=subprocess.DEVNULL)
     if stopped:

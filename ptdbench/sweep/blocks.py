@@ -15,11 +15,9 @@ from ptdbench.report.labels import names
 from ptdbench.setup import runs
 from ptdbench.setup.commandline import SWEEPER
 from ptdbench.setup.compose import Composed
-from ptdbench.setup.config import Config, Repeat, Slurm
+from ptdbench.setup.config import Repeat
+from ptdbench.setup.hydra_options import undecided
 from ptdbench.terminal import command, echo, plural
-
-#: Names that differ between the repeats of a run; the template of their directories must contain one.
-_TELL_APART = ("job.num", "job.override_dirname", "repeat.block")
 
 
 def check(composed: Composed, goes_on: Path | None) -> None:
@@ -29,8 +27,9 @@ def check(composed: Composed, goes_on: Path | None) -> None:
     if goes_on and composed.is_sweep:
         require(_reordered(goes_on, repeat))
     if repeat.runs != 1:
-        decides = repeat.runs == "auto" and repeat.block is None
-        require(_unfit(composed, repeat), _undecided(composed.configs) if decides else None)
+        require(_unfit(composed, repeat))
+    if repeat.runs == "auto" and repeat.block is None:
+        require(*undecided("repeat=auto", composed.configs))
 
 
 def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
@@ -58,21 +57,6 @@ def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
     if repeat.block is not None and repeat.block >= runs.blocks(repeat):
         rule = f"there are {runs.blocks(repeat)} blocks, which count from 0"
         return Problem("repeat.block", repeat.block, rule, "omit it for all of them")
-    template = composed.subdirectories
-    if repeat.block is None and not any(name in template for name in _TELL_APART):
-        rule = f"with repeat.runs={times} several runs would have the same directory"
-        return Problem("hydra.sweep.subdir", template, rule, "add ${hydra.job.num} to it, or ${repeat.block}")
-    return None
-
-
-def _undecided(configs: Sequence[Config]) -> Problem | None:
-    """Find what prevents ``repeat=auto`` from deciding when to stop."""
-    for virtual in (config.call("virtual").name for config in configs if "virtual" in config.resolved):
-        rule = f"runs with virtual={virtual} take no time, so that no order of theirs is ever settled"
-        return Problem("repeat.runs", "auto", rule, "omit it")
-    if isinstance(cluster := configs[0].cluster, Slurm) and cluster.submit == "detach":
-        rule = "repeat.runs=auto needs the results of a block before it can submit the next one"
-        return Problem("cluster.submit", "detach", rule, "try wait, or a number of repeats")
     return None
 
 
@@ -80,12 +64,12 @@ def _undecided(configs: Sequence[Config]) -> Problem | None:
 class Compared:
     """Two alternatives whose order matters; ``called`` names the pair if their configurations' names would not."""
 
-    one: Alternative
-    other: Alternative
+    first: Alternative
+    second: Alternative
     called: str | None = None
 
     def __str__(self) -> str:
-        return self.called or " and ".join(names([self.one.median_run, self.other.median_run]))
+        return self.called or " and ".join(names([self.first.median_run, self.second.median_run]))
 
 
 def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
@@ -113,16 +97,16 @@ class StoppingRule:
         if self._is_over or blocks not in significance.interim_looks(self.repeat.max):
             return self._is_over
         pairs = self.compared(directory, blocks)
-        differences = ranking.differences([(pair.one, pair.other) for pair in pairs])
+        differences = ranking.differences([(pair.first, pair.second) for pair in pairs])
         still = [pair for pair, is_open in zip(pairs, unsettled(differences, self.repeat), strict=True) if is_open]
         self._is_over = not still
-        told = f"{plural(blocks, 'block')} of at most {self.repeat.max}"
+        progress = f"{plural(blocks, 'block')} of at most {self.repeat.max}"
         if still:
             named = "; ".join(map(str, still[:3]))
             more = f", and {plural(len(still) - 3, 'other pair')}" if len(still) > 3 else ""
-            echo(f"{told}: not settled between {named}{more}", sys.stderr)
+            echo(f"{progress}: not settled between {named}{more}", sys.stderr)
         else:
-            echo(f"{told}: {'settled' if pairs else 'nothing to compare'}", sys.stderr)
+            echo(f"{progress}: {'settled' if pairs else 'nothing to compare'}", sys.stderr)
         return self._is_over
 
 
@@ -131,8 +115,8 @@ def unsettled(differences: Sequence[Difference | None], repeat: Repeat) -> list[
     level = significance.level_of_look(repeat.max)
 
     def is_tied(apart: Difference) -> bool:
-        known = significance.compare(apart, level)
-        return max(known.high, 1 / known.low) <= 1 + repeat.tied_within
+        interval = significance.compare(apart, level)
+        return max(interval.high, 1 / interval.low) <= 1 + repeat.tied_within
 
     signs = significance.differing(differences, level)
     return [not sign and not (apart and is_tied(apart)) for apart, sign in zip(differences, signs, strict=True)]

@@ -59,13 +59,13 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
     paths = [Path(text).expanduser() for text in named if isinstance(text, str) and "/" in text]
     # Of a folder that the run will make below this one, that which it is made in, perhaps behind a link.
     below = [path for path in paths if not (path.is_absolute() or ".." in path.parts)]
-    made_in = (next(one for one in (path, *path.parents) if one.exists()) for path in below)
-    here = [Path.cwd(), user_cache(), *filter(Path.exists, paths), *made_in]
+    made_in = (next(filter(Path.exists, (path, *path.parents))) for path in below)
+    used = [Path.cwd(), user_cache(), *filter(Path.exists, paths), *made_in]
     if outputs:
-        here.append(outputs)
+        used.append(outputs)
     if not _is_installed():
-        here.append(PACKAGE.parent)
-    return outermost(one for path in here for one in (path.absolute(), path.resolve()))  # what links lead to, too
+        used.append(PACKAGE.parent)
+    return outermost(real for path in used for real in (path.absolute(), path.resolve()))  # what links lead to, too
 
 
 def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path]) -> Step:

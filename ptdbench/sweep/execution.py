@@ -57,25 +57,25 @@ def executor(agenda: Agenda, composed: Composed) -> Executor:
         return _BySlurm(agenda, composed.launcher_options)
     if composed.launcher == "submitit_local":
         return lambda runs: _in_processes(agenda, list(runs))
-    return lambda runs: _here(agenda, runs)
+    return lambda runs: _in_this_process(agenda, runs)
 
 
-def _here(agenda: Agenda, runs: Iterable[Run]) -> None:
+def _in_this_process(agenda: Agenda, runs: Iterable[Run]) -> None:
     """Execute runs in this process, and in the other ranks if a launcher started it.
 
     Failures are reported at once, as the table comes only after the last run.
     """
-    from ptdbench.run.door import run as carry_out
+    from ptdbench.run import door
 
     for run in runs:
         directory, started = agenda.place(run), time.monotonic()
         followers.lead(directory)
         if run.number is None:
-            carry_out(directory)
+            door.run(directory)
             continue
         heading = agenda.eta.heading(run.number)
         with headed(heading):
-            carry_out(directory)
+            door.run(directory)
         ended = store.read_record(directory)
         agenda.eta.ended(run.number, time.monotonic() - started, ended)
         if ended.status != "ok":
@@ -108,7 +108,7 @@ class _BySlurm:
 
     def __init__(self, agenda: Agenda, options: Mapping[str, object]) -> None:
         self._agenda, self._options = agenda, options
-        self._told: set[str] = set()  # runs that have been shown completely
+        self._shown: set[str] = set()  # runs that have been shown completely
 
     def __call__(self, runs: Iterable[Run]) -> None:
         from ptdbench.sweep import submission, watch
@@ -116,12 +116,8 @@ class _BySlurm:
         submitted = submission.submit(self._agenda.directory, list(runs), self._options)
         if submitted:
             watch.announce(self._agenda.directory, submitted)
-        if self._agenda.is_open and (submitted or self._agenda.queued - self._told):
-            self._told = watch.follow(self._agenda.directory, self._told)
-
-
-class NoObjective(Exception):
-    """A run of a search has no value of the objective."""
+        if self._agenda.is_open and (submitted or self._agenda.queued - self._shown):
+            self._shown = watch.follow(self._agenda.directory, self._shown)
 
 
 def search(agenda: Agenda, composed: Composed) -> None:
@@ -137,7 +133,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
         sweep = composed.sweep(instead=handed)
         hydra_output.write_multirun(composed.sweep(), agenda.directory)  # as it was typed, so that it can be resumed
 
-        def carry_out(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
+        def execute_batch(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
             for words in job_overrides:
                 try:
                     whole = loader.load_sweep_config(sweep, list(words))
@@ -155,7 +151,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
             sweeper = Plugins.instance().instantiate_sweeper(
                 config=sweep,
                 hydra_context=context,
-                task_function=carry_out,  # type: ignore[arg-type]
+                task_function=execute_batch,  # type: ignore[arg-type]
             )
             sweeper.sweep(arguments=as_written(sweep.hydra.overrides.task))
         except (ConfigError, OSError):
@@ -172,5 +168,5 @@ def _outcome(agenda: Agenda, number: int) -> JobReturn:
     wanted = ended.option("objective", str)
     if (value := record.objective_value(ended, wanted)) is not None:
         return JobReturn(words, status=JobStatus.COMPLETED, _return_value=value)
-    error = NoObjective(f"{directory.name}: {ended.status}, so that it has no {wanted}")
+    error = ValueError(f"{directory.name}: {ended.status}, so that it has no {wanted}")
     return JobReturn(words, status=JobStatus.FAILED, _return_value=error)

@@ -67,8 +67,8 @@ def of_search(run: Run) -> Run:
     return replace(run, shape=shape, **_specified(run.config, shape, None, None))
 
 
-def shape_of(read: Config, known: Sequence[Partition]) -> Shape:
-    """Return the shape of a run's job; ``known`` are the cluster's partitions, empty without SLURM.
+def shape_of(read: Config, partitions: Sequence[Partition]) -> Shape:
+    """Return the shape of a run's job; ``partitions`` are the cluster's partitions, empty without SLURM.
 
     Raises:
         ConfigError: The cluster has no such partition or GPUs, or the options contradict each other.
@@ -81,8 +81,8 @@ def shape_of(read: Config, known: Sequence[Partition]) -> Shape:
         trains = choices.build(read, "workload").trains
         return choices.build(read, "parallel").ranks(available) if trains else available
 
-    shape = resources.shape(cluster, read.general.device, ranks, known)
-    require(*resources.check(cluster, shape, known))
+    shape = resources.shape(cluster, read.general.device, ranks, partitions)
+    require(*resources.check(cluster, shape, partitions))
     return shape
 
 
@@ -114,7 +114,7 @@ def _specified(read: Config, shape: Shape | None, world: World | None, goes_on: 
     try:
         _check_model(read, goes_on)
         summary = run_spec.summarize(read, shape.world if shape else world, shape.gpus_per_node if shape else None)
-        if summary.trains:
+        if "layout" in summary:  # it trains
             _check_beginning(read, goes_on)
     except ConfigError as error:
         return {"refused": error}
@@ -172,9 +172,9 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
         ConfigError: The overrides are invalid, or request jobs of several shapes.
     """
     source = source or Source(compose.conf_folder())
-    own, has_jobs = [override for override in overrides if not commandline.is_cluster(override)], [True]
+    words_of_run, has_jobs = [override for override in overrides if not commandline.is_cluster(override)], [True]
     if "cluster" not in map(commandline.option, overrides):  # files may choose one
-        has_jobs = [isinstance(read.cluster, Slurm) for read in compose.compose_all(own, True, source).configs]
+        has_jobs = [isinstance(read.cluster, Slurm) for read in compose.compose_all(words_of_run, True, source).configs]
     composed = compose.compose_all([*overrides, *([] if all(has_jobs) else ["cluster=slurm"])], True, source)
     first = composed.configs[0]
     cluster = first.cluster
@@ -189,15 +189,15 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
     clusters = [dict(leaves(read.resolved["cluster"], "cluster.")) for read in composed.configs]
     require(*differing(clusters, f"{rule} one value", remedy))
     shape = shapes.pop()
-    # Also for a list or a glob with a single value, whose run has other overrides than were typed.
+    # Also for a list or a glob with a single value: the overrides of its run are not the ones that were typed.
     sweep = ["-m"] if len(composed.configs) > 1 or {*composed.overrides[0]} - {*composed.typed} else []
     name = "sweep" if sweep else store.file_name(first.label)
     checkout = compose.conf_folder().with_name("train.py")  # works without an installed ptdbench
     program = [str(checkout)] if checkout.exists() else ["-m", "ptdbench", "train"]
     ranks = [f"cluster.nodes={shape.nodes}", f"cluster.ranks_per_node={shape.ranks_per_node}"]
     ranks += [f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else []
-    own = ["cluster=local", *own] if any(has_jobs) else own
-    words = [sys.executable, *program, *sweep, *source.flags, *own, *ranks]
+    words_of_run = ["cluster=local", *words_of_run] if any(has_jobs) else words_of_run
+    words = [sys.executable, *program, *sweep, *source.flags, *words_of_run, *ranks]
     used = container.folders(first, None)
     step = container.enter(resources.Step(words), cluster.container, shape, used)
     text = resources.script(cluster, shape, f"ptdbench-{name}", [step], resources.Output("ptdbench-%j.log"))
@@ -222,17 +222,17 @@ def _unfit_for_script(composed: Composed, cluster: Slurm) -> Iterator[Problem]:
 
 
 def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:
-    known: Sequence[Partition] = []
+    partitions: Sequence[Partition] = []
     with suppress(SlurmError):
-        known = slurm.partitions() if slurm.available() else []
+        partitions = slurm.partitions() if slurm.available() else []
     shapes, remarks = set(), []
-    for job in jobs if known else map(_without_question, jobs):
+    for job in jobs if partitions else map(_without_question, jobs):
         try:
-            shapes.add(shape_of(job, known))
+            shapes.add(shape_of(job, partitions))
         except ConfigError as doubtful:
             shapes.add(shape_of(_without_question(job), []))  # on another cluster
             remarks += [f"not on the SLURM of this machine: {problem}" for problem in doubtful.problems]
-    if not known and any(_without_question(job) is not job for job in jobs):
+    if not partitions and any(_without_question(job) is not job for job in jobs):
         rule = "no SLURM here tells how many GPUs a node has, so the script asks for none"
         remarks.append(f"{rule}; try cluster.gpus_per_node=8")
     return shapes, list(dict.fromkeys(remarks))

@@ -48,19 +48,19 @@ MODULE_COMMAND = [
 ]
 
 
-def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Sequence[Partition]) -> Shape:
+def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], partitions: Sequence[Partition]) -> Shape:
     """Return the shape of a job, with every ``auto`` resolved.
 
     Args:
         cluster: The requested resources.
         device: The option ``device``; with ``cpu`` no GPU is requested unless the config gives a number.
         ranks: Returns how many of a node's devices the strategy uses if the config does not say.
-        known: SLURM's partitions; empty if SLURM is not available.
+        partitions: SLURM's partitions; empty if SLURM is not available.
 
     Raises:
         ConfigError: The number of GPUs per node is unknown, or there are none for ``device=cuda``.
     """
-    gpus = _gpus(cluster, device, known)
+    gpus = _gpus(cluster, device, partitions)
     if device == "cuda" and gpus == 0:
         rule = "the nodes that this job would get have no GPU, or none is asked for"
         raise ConfigError([Problem("device", device, rule, "try auto, cpu, or another cluster.partition")])
@@ -73,15 +73,15 @@ def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Seque
     return Shape(nodes, per_node, gpus, None if cluster.cpus_per_rank == "auto" else cluster.cpus_per_rank)
 
 
-def check(cluster: Slurm, shape: Shape, known: Sequence[Partition]) -> list[Problem]:
-    """Return contradictions in a request, and names that SLURM does not know; SLURM itself tells what it lacks."""
-    return [*_contradictions(cluster, shape), *_extra(cluster), *_unknown_partitions(cluster, known)]
+def check(cluster: Slurm, shape: Shape, partitions: Sequence[Partition]) -> list[Problem]:
+    """Return contradictions in a request, and unknown partitions; SLURM itself reports which resources it lacks."""
+    return [*_contradictions(cluster, shape), *_extra(cluster), *_unknown_partitions(cluster, partitions)]
 
 
 def flags(cluster: Slurm, shape: Shape, name: str) -> dict[str, str | int | bool]:
     """Return the flags of sbatch, with underscores for hyphens; ``True`` is a flag without a value."""
     # Without GPUs if the job uses none.
-    gres = ",".join(one for one in (cluster.gres or "").split(",") if shape.gpus_per_node or not gpu_count(one))
+    gres = ",".join(part for part in (cluster.gres or "").split(",") if shape.gpus_per_node or not gpu_count(part))
     wanted = {
         "job_name": name,
         **{flag: getattr(cluster, flag) or None for flag in _ALIKE},
@@ -165,18 +165,18 @@ def srun(cluster: Slurm, step: Step) -> list[str]:
     return ["srun", "--kill-on-bad-exit=1", *step.flags, *cluster.srun_args, *step.command]
 
 
-def _gpus(cluster: Slurm, device: str, known: Sequence[Partition]) -> int:
+def _gpus(cluster: Slurm, device: str, partitions: Sequence[Partition]) -> int:
     if cluster.gpus_per_node != "auto":
         return cluster.gpus_per_node
     if device == "cpu":
         return 0
     if typed := gpu_count(cluster.gres or ""):
         return typed
-    require(*_unknown_partitions(cluster, known))
-    if known and not _chosen(cluster, known):
-        names = try_these(partition.name for partition in known)
+    require(*_unknown_partitions(cluster, partitions))
+    if partitions and not _chosen(cluster, partitions):
+        names = try_these(partition.name for partition in partitions)
         raise ConfigError([Problem("cluster.partition", None, "this cluster has no default partition", names)])
-    counts = sorted({count for partition in _chosen(cluster, known) for count in partition.gpus})
+    counts = sorted({count for partition in _chosen(cluster, partitions) for count in partition.gpus})
     if cluster.ranks_per_node != "auto" and any(counts):
         return cluster.ranks_per_node
     if len(counts) == 1:
@@ -189,19 +189,19 @@ def _gpus(cluster: Slurm, device: str, known: Sequence[Partition]) -> int:
     raise ConfigError([Problem("cluster.gpus_per_node", "auto", rule, "give the number, or 0 for none")])
 
 
-def _chosen(cluster: Slurm, known: Sequence[Partition]) -> list[Partition]:
+def _chosen(cluster: Slurm, partitions: Sequence[Partition]) -> list[Partition]:
     """Return the partitions that the job may start in: of several names, SLURM uses the first that is free."""
     if not cluster.partition:
-        return [partition for partition in known if partition.is_default]
+        return [partition for partition in partitions if partition.is_default]
     names = cluster.partition.split(",")
-    return [partition for partition in known if partition.name in names]
+    return [partition for partition in partitions if partition.name in names]
 
 
-def _unknown_partitions(cluster: Slurm, known: Sequence[Partition]) -> list[Problem]:
-    names = [partition.name for partition in known]
-    asked = cluster.partition.split(",") if cluster.partition and known else []
+def _unknown_partitions(cluster: Slurm, partitions: Sequence[Partition]) -> list[Problem]:
+    names = [partition.name for partition in partitions]
+    wanted = cluster.partition.split(",") if cluster.partition and partitions else []
     rule = f"there is no such partition; SLURM has {', '.join(names)}"
-    unknown = [name for name in asked if name not in names]
+    unknown = [name for name in wanted if name not in names]
     return [Problem("cluster.partition", name, rule, try_these(nearest(name, names))) for name in unknown]
 
 

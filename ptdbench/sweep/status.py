@@ -116,7 +116,7 @@ def settle(directory: Path) -> Sweep:
 
 
 def _was_killed(run: Run) -> bool:
-    """Return whether the process of a run here was killed; those of a comparison do not count, as it cannot resume."""
+    """Return whether the process of a local run was killed; runs of ``compare`` do not count, as they cannot resume."""
     is_here = run.record.launcher in (None, "local")  # others resume under their launcher
     is_open = not (run.job or run.is_over or run.record.option("repeat.series", str))
     return is_here and is_open and run.record.owner is not None and ownership.is_alive(run.record.owner) is False
@@ -201,7 +201,7 @@ def _record_ends(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str
         owner = record.owner and record.owner.job
         if record.status == DAMAGED or (record.is_open and owner not in (None, job.id)):
             continue  # nothing more can be known; or another job owns the run, and refused this one
-        if record.is_open or (_was_signaled(record) and _says_more(state)):
+        if record.is_open or (_was_signaled(record) and state and state.state not in ("COMPLETED", "FAILED")):
             kind, message = _end(job, state, begun=owner is not None)
             if "it has saved" in record.error.message:  # and how to resume it
                 message += f"; {record.error.message}"
@@ -229,22 +229,17 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
     if state is None:
         kind, message = "Gone", f"job {job.id} is not in the queue any more and left no result"
     else:
-        reason = f" ({state.reason})" if state.reason not in ("", "None") else ""
+        reason = f" ({state.reason})" if state.reason else ""
         nodes = f" on {state.nodes}" if state.nodes else ""
         kind, message = state.state, f"SLURM ended job {job.id}{nodes}: {state.state}{reason}"
     if job.step is not None and not begun:  # the script's output is about other runs
         return kind, f"{message}, before this run had begun{where}"
-    said = (line.strip() for lines in _ends(job) for line in lines if _OUT_OF_MEMORY.search(line))
-    if kind in ("Gone", "FAILED") and (words := next(said, None)):
+    messages = (line.strip() for lines in _ends(job) for line in lines if _OUT_OF_MEMORY.search(line))
+    if kind in ("Gone", "FAILED") and (words := next(messages, None)):
         return "OUT_OF_MEMORY", f"{message}; SLURM said: {words}{where}"
     if kind == "FAILED" and not begun and (words := log_reason(job)):
         return kind, f"{message}: {words}{where}"
     return kind, message + where
-
-
-def _says_more(state: JobState | None) -> bool:
-    """Return whether SLURM knows more about a job's end than success or failure."""
-    return state is not None and state.state not in ("COMPLETED", "FAILED")
 
 
 def _number(run: Run) -> tuple[int, str]:
@@ -257,15 +252,15 @@ def _number(run: Run) -> tuple[int, str]:
 
 def log_tail(job: ledger.Job) -> str:
     """Return the last 15 lines of the rank that wrote last."""
-    return "\n".join(next((said[-15:] for said in _ends(job) if said), []))
+    return "\n".join(next((lines[-15:] for lines in _ends(job) if lines), []))
 
 
 def log_reason(job: ledger.Job) -> str | None:
     """Return what kept a step from starting: the first error of SLURM or its plugins, else the rank's last line."""
-    for said in _ends(job):
-        errors = [match[1] for line in said if (match := re.match(r"slurmstepd\S*: error: (.*)", line))]
+    for lines in _ends(job):
+        errors = [match[1] for line in lines if (match := re.match(r"slurmstepd\S*: error: (.*)", line))]
         # srun's own lines only say that there was an error.
-        others = [line.strip() for line in said if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
+        others = [line.strip() for line in lines if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
         if errors or others:
             return errors[0] if errors else others[-1]
     return None

@@ -47,11 +47,11 @@ def arrays(runs: Sequence[Run]) -> list[list[list[Run]]]:
     jobs = grouped(
         (("block", run.block) if run.config.sweep.same_nodes else run.number, run) for run in runs if not run.refused
     )
-    alike = grouped(((_given(job), *(needs_search(run.config) for run in job)), job) for job in jobs.values())
+    alike = grouped(((_request(job), *(needs_search(run.config) for run in job)), job) for job in jobs.values())
     return list(alike.values())
 
 
-def _given(job: Sequence[Run]) -> str:
+def _request(job: Sequence[Run]) -> str:
     """Return everything that sbatch is given for the runs of a job, as text to compare."""
     texts = set()
     for run in job:
@@ -63,7 +63,7 @@ def _given(job: Sequence[Run]) -> str:
         raise ConfigError(list(_differences(job)))
     if len(job) > 1 and (requeue := job[0].cluster.requeue):
         rule = "with sweep.same_nodes=true a job has several runs, and would begin again with the first one"
-        remedy = "omit one of them, and sweep.resume goes on with what is missing"
+        remedy = "omit one of them, and sweep.resume executes what is missing"
         require(Problem("cluster.requeue", requeue, rule, remedy))
     return texts.pop()
 
@@ -123,8 +123,8 @@ class Array:
     def script(self, options: Mapping[str, Any]) -> str:
         """Return the script; ``options`` are the launcher's own, see :data:`ptdbench.setup.hydra_options.OPTIONS`."""
         count, cluster = len(self.jobs), self.cluster
-        given = {name: value for name, value in options.items() if value is not None}
-        parallel, delay = (int(given.get(name, default)) for name, default in OPTIONS.items())
+        chosen = {name: value for name, value in options.items() if value is not None}
+        parallel, delay = (int(chosen.get(name, default)) for name, default in OPTIONS.items())
         flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
         if count > 1:
             flags["array"] = f"0-{count - 1}%{min(parallel, count)}"
@@ -265,8 +265,8 @@ def _take_back(names: Sequence[str]) -> None:
         if canceled := slurm.cancel_named(names):
             echo(f"canceled what SLURM had taken already: {' '.join(canceled)}", sys.stderr)
     except SlurmError as error:
-        how = f"look with squeue --name={','.join(names)}"
-        echo(f"SLURM may have jobs of this command: {error}; {how}", sys.stderr)
+        hint = f"look with squeue --name={','.join(names)}"
+        echo(f"SLURM may have jobs of this command: {error}; {hint}", sys.stderr)
 
 
 def _write_off(sweep: Path, runs: Sequence[Run], error: BaseException) -> None:

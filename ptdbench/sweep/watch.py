@@ -31,7 +31,7 @@ def as_json(sweep: Sweep) -> dict[str, object]:
         "is_over": sweep.is_over,
         "runs": [_as_json(*row) for row in numbered(sweep)],
         "damage": list(sweep.damage),
-        "killed": [resume.command(*one) for one in sweep.killed.items()],
+        "killed": [resume.command(*entry) for entry in sweep.killed.items()],
         "slurm": sweep.silence or None,
     }
 
@@ -80,7 +80,7 @@ def state_text(run: Run) -> str:
     if queue is None:
         return "not submitted" if job and not job.id else "unfinished"
     if queue.state in ("PENDING", "SUSPENDED"):
-        return f"{queue.state} ({queue.reason})" if queue.reason not in ("", "None") else queue.state
+        return f"{queue.state} ({queue.reason})" if queue.reason else queue.state
     if job and job.step is not None and job.step > 0 and not record.owner:
         return "waits in its job"
     return f"{queue.state} {queue.nodes}".rstrip()
@@ -111,7 +111,7 @@ def _rate(run: Run) -> str:
     return f"{run.progress.per_second:,.0f}" + (" samples" if run.progress.unit == "samples" else "")
 
 
-def _of(cell: Callable[[Run], str]) -> Callable[[tuple[int, str, Run]], str]:
+def _cell(cell: Callable[[Run], str]) -> Callable[[tuple[int, str, Run]], str]:
     """Return a function for the cell of a row, in one line, from one for the cell of a run."""
     return lambda row: _in_one_line(cell(row[2]))
 
@@ -123,12 +123,12 @@ def _in_one_line(cell: str) -> str:
 #: The columns of a sweep's table, whose rows are :func:`numbered`.
 COLUMNS: Sequence[Column[tuple[int, str, Run]]] = (
     Column("#", lambda row: str(row[0])),
-    Column("job", _of(lambda run: (run.job.id or "?") if run.job else MISSING), is_text=True, drop_order=3),
+    Column("job", _cell(lambda run: (run.job.id or "?") if run.job else MISSING), is_text=True, drop_order=3),
     Column("run", lambda row: _in_one_line(row[1]), is_text=True, min_width=12),
-    Column("shape", _of(_shape), is_text=True, drop_order=1),
-    Column("state", _of(state_text), is_text=True, min_width=12),
-    Column("step", _of(_step), drop_order=4),
-    Column("tokens/s", _of(_rate), drop_order=2),
+    Column("shape", _cell(_shape), is_text=True, drop_order=1),
+    Column("state", _cell(state_text), is_text=True, min_width=12),
+    Column("step", _cell(_step), drop_order=4),
+    Column("tokens/s", _cell(_rate), drop_order=2),
 )
 
 
@@ -140,7 +140,7 @@ def table_text(sweep: Sweep, width: int | None = None, explains: bool = True) ->
     """
     lines, gone = text.table(COLUMNS, numbered(sweep), width, folds=False)
     below = [*text.left_out(gone, width), *(wrap(line, width) for line in (reasons(sweep) if explains else ()))]
-    killed = [f"killed; resume with {resume.command(*one)}" for one in sweep.killed.items()]
+    killed = [f"killed; resume with {resume.command(*entry)}" for entry in sweep.killed.items()]
     return "\n".join([*(cropped(line, width) for line in lines), *below, *killed])
 
 
@@ -160,32 +160,32 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     echo(f"output     {sweep_directory / logs.relative_to(sweep_directory.absolute())}")
 
 
-def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
+def follow(sweep_directory: Path, shown: Collection[str] = ()) -> set[str]:
     """Print each change of a sweep's jobs until all have ended; on a signal, stop printing and leave them running.
 
     Returns:
-        The directories of all runs that have been shown to their end, including those ``told`` before.
+        The directories of all runs that have been shown to their end, including those ``shown`` before.
     """
     started, states = time.monotonic(), dict[str, str]()
     try:
         while True:
             sweep = status.settle(sweep_directory)
-            sweep = replace(sweep, runs=[run for run in sweep.runs if run.directory not in told])
+            sweep = replace(sweep, runs=[run for run in sweep.runs if run.directory not in shown])
             _print_changes(sweep.runs, states)
             if all(run.is_over or (run.queue is None and not sweep.silence) for run in sweep.runs):
                 break  # a run without a job makes no further progress
             time.sleep(min(LATER, max(FIRST, (time.monotonic() - started) / 30)))
     except BaseException as error:
-        how = f"The jobs go on. Look at them with: {command('status')} {sweep_directory}"
+        hint = f"The jobs keep running. Look at them with: {command('status')} {sweep_directory}"
         if isinstance(error, OSError):
             problem = f"{error.filename or sweep_directory}: {error.strerror or error}; free some space, and look again"
-            echo(f"{problem}\n{how}", sys.stderr)
+            echo(f"{problem}\n{hint}", sys.stderr)
             raise SystemExit(1) from None
-        echo(how, sys.stderr)
+        echo(hint, sys.stderr)
         raise
     for run in sweep.runs:
         _show_failure(run)
-    return {*told, *(run.directory for run in sweep.runs if run.is_over)}
+    return {*shown, *(run.directory for run in sweep.runs if run.is_over)}
 
 
 def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:

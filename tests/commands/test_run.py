@@ -77,7 +77,7 @@ def test_a_run_that_another_process_carries_out_does_not_keep_the_others_from_it
     store.write_record(held, store.load_record(held) | {"owner": owner})
     monkeypatch.setattr(entry, "prepare_ranks", lambda _: None)
     monkeypatch.setattr(ranks, "start", lambda _, attempt, *__: finish(attempt))
-    assert entry.carry_out([held, other]) == 1
+    assert entry.execute_runs([held, other]) == 1
     assert f"directory={held}: process {os.getpid()} on " in capsys.readouterr().err
     assert store.load_record(other)["status"] == "ok"
 
@@ -86,7 +86,7 @@ def test_a_run_that_is_named_twice_is_carried_out_once(tmp_path, monkeypatch):
     run, starts = begun(tmp_path / "run"), []
     monkeypatch.setattr(entry, "prepare_ranks", lambda _: None)
     monkeypatch.setattr(ranks, "start", lambda _, attempt, *__: starts.append(1) or finish(attempt))
-    assert entry.carry_out([run, run]) == 0
+    assert entry.execute_runs([run, run]) == 0
     assert len(starts) == 1
 
 
@@ -124,7 +124,7 @@ class TestRefused:
 
     def test_run_of_a_job_is_refused(self, tmp_path):
         run = begun(tmp_path / "run", "cluster=slurm")
-        rule = "cluster=slurm carries it out as a job"
+        rule = "cluster=slurm executes it as a job"
         assert refused(run) == f"run={run}: {rule}; try python train.py resume={run}"
         assert resume.startable(run, World(0, 2, 0, 2, "SLURM", nodes=1))
 

@@ -5,19 +5,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from secrets import token_hex
 
-import psutil
 import pytest
 
-from ptdbench.launch import local
 from ptdbench.launch import slurm as commands
-from ptdbench.launch.slurm import JobState, JobSteps, Partition, SlurmError
-from ptdbench.launch.world import World
+from ptdbench.launch.slurm import JobState, Partition, SlurmError
 from tests.programs import until
 
 Submit = Callable[..., str]
 Fake = Callable[[str, str], None]
-
-WORLD = World(0, 4, 0, 2, "srun", nodes=2)
 
 
 @pytest.fixture
@@ -259,15 +254,3 @@ def test_job_id_is_found_after_a_sites_messages(fake, said):
     fake("sbatch", "cat > /dev/null; echo no")
     with pytest.raises(SlurmError, match="sbatch did not say the id of the job: no"):
         commands.submit(script())
-
-
-class TestJobSteps:
-    def test_step_gets_the_directory_and_returns_its_status(self, tmp_path):
-        assert JobSteps(WORLD, 0, ["sh", "-c", 'echo found > "$0/word"; exit 3']).start(tmp_path) == 3
-        assert (tmp_path / "word").read_text() == "found\n"
-
-    def test_stop_signal_ends_the_step(self, tmp_path):
-        step = 'echo $$ > "$0/pid"; sleep 0.3; kill -TERM $PPID; exec sleep 3600'  # longer than a test may take
-        with local.stopping(), pytest.raises(local.Stopped, match="SIGTERM"):
-            JobSteps(WORLD, 0, ["sh", "-c", step]).start(tmp_path)
-        assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,11 +16,14 @@ from tests.parallel.ranks import each, on_ranks
 
 pytestmark = pytest.mark.ranks
 
+checked_every = partial(mock.patch, "ptdbench.launch.stop_signal.CHECK_SECONDS")
+
 
 def collectives(every_seconds: float, steps: int, step_seconds: tuple[float, float]) -> list[int]:
     """The steps after which a collective happened, where a step takes this rank so long."""
     after, real = [], dist.all_reduce
-    with StopSignal(every_seconds) as stop_signal, mock.patch.object(dist, "all_reduce", wraps=real) as reduce:
+    counted = mock.patch.object(dist, "all_reduce", wraps=real)
+    with checked_every(every_seconds), StopSignal() as stop_signal, counted as reduce:
         for done in range(1, steps + 1):
             time.sleep(step_seconds[dist.get_rank()])
             assert stop_signal.received(done) is None
@@ -39,7 +43,7 @@ def test_checks_double_their_distance_alike_on_all_ranks():
 
 def meanwhile() -> list[Any]:
     """What parts of a whole between two steps are told, before and after rank 1 gets a signal, and then its steps."""
-    with StopSignal(0.0) as stop_signal:
+    with checked_every(0.0), StopSignal() as stop_signal:
         received = stop_signal.meanwhile()
         told: list[Any] = [stop_signal.received(1000), received(1)]  # a count of its own
         if dist.get_rank() == 1:
@@ -57,7 +61,7 @@ def press(*signals: tuple[str, ...]) -> list[Any]:
     """Each rank gets its own signals before it asks; what it asks first and then again; and what later signals do."""
     for name in local.STOP_SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
-    with StopSignal(0) as stop_signal:
+    with checked_every(0.0), StopSignal() as stop_signal:
         for name in signals[dist.get_rank()]:
             os.kill(os.getpid(), getattr(signal, name))
         asked: list[Any] = [stop_signal.received(7), stop_signal.received(8)]

@@ -42,34 +42,34 @@ LEAVES = replace(BUSY, phase=watchdog.LEFT)
 
 #: How messages of most cases go on after the rank.
 STUCK = "finished step 12 for 60 s:"
-PEERS = "peers wait in all_reduce"
+PEERS = "peers waiting in all_reduce"
 
 
 @pytest.mark.parametrize(("heard", "rank", "message"), [
-    ({0: WAITS, 1: None}, 1, f"rank 1 has not {STUCK} stopped, or its machine is gone (its {PEERS})"),
+    ({0: WAITS, 1: None}, 1, f"rank 1 has not {STUCK} stopped, or unreachable ({PEERS})"),
     ({0: None, 1: WAITS, 2: None, 3: ELSEWHERE, 4: BUSY}, 0,
-     f"ranks 0, 2 have not {STUCK} stopped, or their machines are gone (their {PEERS}, broadcast)"),
-    ({0: WAITS, 1: BUSY, 2: LEFT}, 1, f"rank 1 has not {STUCK} is in {SPIN} (its {PEERS})"),
-    ({0: WAITS, 1: BUSY, 2: BUSY}, 1, f"ranks 1, 2 have not {STUCK} are in {SPIN} (their {PEERS})"),
+     f"ranks 0, 2 have not {STUCK} stopped, or unreachable ({PEERS}, broadcast)"),
+    ({0: WAITS, 1: BUSY, 2: LEFT}, 1, f"rank 1 has not {STUCK} in {SPIN} ({PEERS})"),
+    ({0: WAITS, 1: BUSY, 2: BUSY}, 1, f"ranks 1, 2 have not {STUCK} in {SPIN} ({PEERS})"),
     ({0: BUSY, 1: replace(BUSY, place="sleep (model.py:34)")}, 0,
-     f"no rank has {STUCK} rank 0 is in {SPIN}, rank 1 is in sleep (model.py:34)"),
-    ({0: BUSY}, 0, f"rank 0 has not {STUCK} is in {SPIN}"),
+     f"no rank has {STUCK} rank 0 in {SPIN}, rank 1 in sleep (model.py:34)"),
+    ({0: BUSY}, 0, f"rank 0 has not {STUCK} in {SPIN}"),
     ({0: WAITS, 1: ELSEWHERE, 2: WAITS}, 0,
-     f"no rank has {STUCK} ranks 0, 2 wait in all_reduce, rank 1 waits in broadcast"),
+     f"no rank has {STUCK} ranks 0, 2 waiting in all_reduce, rank 1 waiting in broadcast"),
     ({0: replace(WAITS, step=None), 1: replace(WAITS, step=1)}, 0,
-     "no rank has finished the first step for 60 s: all wait in all_reduce"),
+     "no rank has finished the first step for 60 s: all waiting in all_reduce"),
     ({0: AHEAD, 1: BEHIND, 2: replace(AHEAD, begun=14)}, 1,
-     f"rank 1 has not {STUCK} is in {SPIN} (its peers are in step 15)"),
+     f"rank 1 has not {STUCK} in {SPIN} (peers in step 15)"),
     ({0: AHEAD, 1: BEHIND, 2: replace(WAITS, begun=15, place="synchronize")}, 1,
-     f"rank 1 has not {STUCK} is in {SPIN} (its peers wait in synchronize)"),
+     f"rank 1 has not {STUCK} in {SPIN} (peers waiting in synchronize)"),
     ({0: replace(AHEAD, step=13), 1: replace(AHEAD, step=13), 2: AHEAD}, 2,
-     f"rank 2 has not {STUCK} is in zeros_like (loss.py:7) (its peers are in step 15)"),
+     f"rank 2 has not {STUCK} in zeros_like (loss.py:7) (peers in step 15)"),
     ({0: ALONE, 1: None, 2: ALONE}, 1,
-     "rank 1 has not joined the others for 60 s: never came, stopped, … (its peers wait in init_process_group)"),
-    ({0: ALONE, 1: ALONE}, 0, "no rank has joined the others for 60 s: all wait in init_process_group"),
-    ({0: LEFT, 1: LEAVES}, 1, f"rank 1 has not left the process group for 60 s: is in {SPIN}"),
+     "rank 1 has not joined the others for 60 s: never came, stopped, … (peers waiting in init_process_group)"),
+    ({0: ALONE, 1: ALONE}, 0, "no rank has joined the others for 60 s: all waiting in init_process_group"),
+    ({0: LEFT, 1: LEAVES}, 1, f"rank 1 has not left the process group for 60 s: in {SPIN}"),
     (dict.fromkeys(range(100)) | {100: WAITS}, 0,
-     f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more have not {STUCK} stopped, … (their {PEERS})"),
+     f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more have not {STUCK} stopped, … ({PEERS})"),
 ])  # fmt: skip
 def test_verdict_names_the_rank_to_blame(heard, rank, message):
     assert verdict(heard, 60.0) == (rank, Abridged(f"{message}; stacks in failures/"))
@@ -164,7 +164,7 @@ class TestStuck:
         assert 0 not in reports
         for blamed, message, text in reports.values():
             assert blamed == 0
-            assert message == Abridged(f"rank 0 has not finished step 3 for {LIMIT} s: … peers wait in all_reduce)…")
+            assert message == Abridged(f"rank 0 has not finished step 3 for {LIMIT} s: … (peers waiting in …)…")
             assert "all_reduce" in text  # a witness's
 
     def test_spinning_rank_is_named_with_its_stacks(self, tmp_path):
@@ -172,19 +172,17 @@ class TestStuck:
         assert list(stacks(tmp_path)) == [0, 1, 2]
         for blamed, message, text in reports.values():
             assert blamed == 1
-            assert message.startswith(
-                f"rank 1 has not finished step 3 for {LIMIT} s: is in misbehave (test_watchdog.py"
-            )
-            assert "its peers wait in all_reduce" in message
+            assert message.startswith(f"rank 1 has not finished step 3 for {LIMIT} s: in misbehave (test_watchdog.py")
+            assert "peers waiting in all_reduce" in message
             assert "in misbehave" in text
 
     @pytest.mark.thorough
     @pytest.mark.parametrize(("how", "culprit", "begin"), [
-        ("recv", 0, f"no rank has finished step 3 for {LIMIT} s: all wait in recv; stacks in failures/"),
-        ("absent", 1, "rank 1 has not joined the others for 10 s: never came, stopped, or its machine"),
-        ("remain", 2, "rank 2 has not left the process group for 2.5 s: is in <lambda> (test_watchdog.py:"),
+        ("recv", 0, f"no rank has finished step 3 for {LIMIT} s: all waiting in recv; stacks in failures/"),
+        ("absent", 1, "rank 1 has not joined the others for 10 s: never came, stopped, or unreachable"),
+        ("remain", 2, "rank 2 has not left the process group for 2.5 s: in <lambda> (test_watchdog.py:"),
         # Hosts run ahead of their devices, of which one is behind.
-        ("ahead", 1, f"rank 1 has not finished step 3 for {LIMIT} s: is in without_collectives (test_"),
+        ("ahead", 1, f"rank 1 has not finished step 3 for {LIMIT} s: in without_collectives (test_"),
     ])  # fmt: skip
     def test_peers_report_who_holds_them_up(self, tmp_path, how, culprit, begin):
         reports = ended(tmp_path, how, culprit)

@@ -1,13 +1,12 @@
 """``train.micro_batch=max`` and ``best``: by runs that are made up here, and on real ranks."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.world import World
 from ptdbench.measure import memory
 from ptdbench.planning.tries import try_options, with_found_micro_batch
@@ -19,6 +18,7 @@ from ptdbench.run.door import find_micro_batch
 from ptdbench.run.micro_batch import Broken, Finder
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.config import Config
+from ptdbench.setup.runs import Shape
 from tests.conftest import composed, read
 from tests.report.made import made
 from tests.shared_ranks import carry_out
@@ -59,8 +59,8 @@ def size_of(fields: Mapping[str, Any]) -> int:
     return fields["micro_batch"]["found"]
 
 
-def idle(directory: Path, asked: Config, steps: JobSteps | None = None) -> Finder:
-    return Finder(directory, asked, Heading("toy"), lambda *_: None, lambda _: None, steps)
+def idle(directory: Path, asked: Config, shape: Shape | None = None) -> Finder:
+    return Finder(directory, asked, Heading("toy"), lambda *_: None, lambda _: None, shape)
 
 
 def of_memory(mib: Callable[[int], int]) -> Callable[[int, int], dict[str, Any]]:
@@ -108,7 +108,7 @@ def test_one_that_accumulates_nothing_fits_where_whole_gradients_do_not(tmp_path
 
 
 def test_none_fits_and_what_fails_otherwise_is_no_matter_of_memory(tmp_path, room):
-    with pytest.raises(MemoryError, match=r"not even micro-batch 1 fits into 1\.0 GiB: it needs 1\.2 GiB"):
+    with pytest.raises(MemoryError, match=r"not even micro-batch 1 fits into 1000 MiB: it needs 1\.2 GiB"):
         found(tmp_path, of_memory(lambda size: 600 + size), "train.micro_batch=max")
     error = {"rank": 1, "type": "ValueError", "message": "no such layer", "traceback": ""}
     with pytest.raises(Broken, match="the trial run of micro-batch 1 ended without a result: failed on rank 1:"):
@@ -178,8 +178,8 @@ def test_what_earlier_tries_found_counts_for_the_same_ranks(tmp_path, room):
         assert found(tmp_path, made, "train.global_batch=16", "train.micro_batch=max")["layout"]["micro_batch"] == 8
     assert len([*tmp_path.glob("tries/*/record.json")]) == 4
     finder = idle(tmp_path, read(*TOY, "train.global_batch=16", "train.micro_batch=max"))
-    assert finder.given(16) is None
-    assert size_of(finder.given(8)) == 8
+    assert finder.reuse(16) is None
+    assert size_of(finder.reuse(8)) == 8
 
 
 def test_ranks_of_a_job_go_on_with_what_its_script_has_found():
@@ -190,31 +190,31 @@ def test_ranks_of_a_job_go_on_with_what_its_script_has_found():
     assert with_found_micro_batch(typed, made({"micro_batch": {"found": 4}})) is typed
 
 
-def of_job(directory: Path, command: Sequence[str], *words: str) -> JobSteps:
-    """The steps of a job of two nodes, and the record of its run as it was submitted."""
+def of_job(directory: Path, *words: str) -> Shape:
+    """The shape of a job of two nodes, and the record of its run as it was submitted."""
     asked = read(*TOY, "cluster=slurm", "cluster.nodes=2", *words)
     store.write_record(directory, record.begin(asked.resolved, directory, {}))
-    return JobSteps(World(0, 4, 0, 2, "SLURM", nodes=2), 0, command)
+    return Shape(2, 2, 0, None)
 
 
 def test_in_a_job_the_ranks_of_a_node_share_what_the_job_has_of_it(tmp_path, room):
-    steps = of_job(tmp_path, [], "cluster.mem_gb=0.5", "train.micro_batch=max")
-    finder = idle(tmp_path, config.of_record(store.load_record(tmp_path)), steps)
-    assert finder.given(4)
+    shape = of_job(tmp_path, "cluster.mem_gb=0.5", "train.micro_batch=max")
+    finder = idle(tmp_path, config.of_record(store.load_record(tmp_path)), shape)
+    assert finder.reuse(4)
     assert finder._room(None) == 512 * MIB
     assert finder._needed(4, Metrics(peak_memory_bytes=5 * MIB)) == 10 * MIB
 
 
 def test_what_nccl_takes_beside_the_allocator_counts_on_virtual_gpus(tmp_path):
     finder = idle(tmp_path, read(*ANYWHERE, "virtual=h100", "train.micro_batch=max"))
-    assert finder.given(4)
+    assert finder.reuse(4)
     metrics = Metrics(peak_reserved_bytes=5 * MIB, outside_memory_bytes=MIB)
     assert finder._needed(4, metrics) == 6 * MIB + NCCL_BUFFERS
 
 
 def test_a_step_without_a_word_and_a_job_that_queues_again(tmp_path):
-    steps = of_job(tmp_path, ["sh", "-c", "exit 3"], "train.micro_batch=max")
-    assert not find_micro_batch(tmp_path, steps)
+    shape = of_job(tmp_path, "train.micro_batch=max")
+    assert not find_micro_batch(tmp_path, shape, ["sh", "-c", "exit 3"])
     written = store.load_record(tmp_path)
     assert (written["status"], written["error"]["type"]) == ("failed", "Broken")
     assert "failed: Gone: its step ended with exit status 3 and without a result" in written["error"]["message"]

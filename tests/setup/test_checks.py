@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_refused(host):
     (4, 1.2, ["parallel=single"], "; try parallel=fsdp on at least 3 such machines"),
     # The first stage has the embedding, the last one the head: shared, twice.
     (2, 2, ["parallel=pdp"], "take up to 1.4 GiB a rank, 2.4 GiB on 2 ranks"),
-    (4, 0.1, [], "0.0 GiB for it (0.1 GiB available, and memory_reserve=0.1 keeps 0.4 GiB); close other programs"),
+    (4, 0.1, [], "0 MiB for it (102 MiB available, and memory_reserve=0.1 keeps 410 MiB); close other programs"),
     (4, 4, ["memory_reserve=0.5"], "2.0 GiB for it (4.0 GiB available, and memory_reserve=0.5 keeps 2.0 GiB)"),
 ])  # fmt: skip
 def test_other_layouts_and_machines(host, total, available, overrides, told):
@@ -117,8 +117,8 @@ def test_a_gpu_is_asked_for_its_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB // 2)
     spec = run_spec.specify(read(*SMALL), World(0, 2, 0, 2, "torchrun"))
     room = checks.on_gpu(torch.device("cuda", 0), 0.1, buffers=GIB // 2)
-    gpu = "NVIDIA L4: of 2.0 GiB 1.5 GiB are free, NCCL takes about 0.5 GiB, memory_reserve=0.1 keeps 0.2 GiB"
-    told = f"… and its GPU has 0.8 GiB for it ({gpu}); try parallel=fsdp on at least 3 such GPUs"
+    gpu = "NVIDIA L4: of 2.0 GiB 1.5 GiB are free, NCCL takes about 512 MiB, memory_reserve=0.1 keeps 205 MiB"
+    told = f"… and its GPU has 819 MiB for it ({gpu}); try parallel=fsdp on at least 3 such GPUs"
     assert refusal_of(checks.check_memory, spec.training, room) == Abridged(told)
 
 

@@ -89,10 +89,14 @@ class TestResourcesOfJobs:
 def test_runs_of_a_sweep_have_directories_of_their_own():
     rule = "hydra.sweep.subdir=${model.name}: runs 0, 1 would have the same directory; add ${hydra.job.num} to it"
     assert refused("seed=1,2", "hydra.sweep.subdir='${model.name}'", "hydra.mode=MULTIRUN") == rule
+    rule = "hydra.sweep.subdir=s${seed}: runs 0, 3 would have the same directory; add ${hydra.job.num} to it"
+    assert refused("seed=1,2", "repeat=2", "hydra.sweep.subdir='s${seed}'", "hydra.mode=MULTIRUN") == rule
     for own in ("'s${seed}'", "${model.name}_${hydra.job.num}"):
         composed = compose_all(["model=toy", "seed=1,2", f"hydra.sweep.subdir={own}"], True)
         hydra_options.check(composed, None, None)
         assert composed.hydras[0] == f"hydra.sweep.subdir={own}"
+    for own in ("'s${seed}_${repeat.block}'", "${hydra.job.override_dirname}"):
+        hydra_options.check(compose_all(["seed=1,2", "repeat=2", f"hydra.sweep.subdir={own}"], True), None, None)
 
 
 @pytest.mark.parametrize("place", [".", "../elsewhere/0", "/elsewhere/0", "a/../.."])
@@ -125,7 +129,7 @@ class TestSearch:
         ("cluster=slurm cluster.submit=detach", "…of its jobs before it can choose the next ones; try wait"),
         ("cluster=slurm sweep.same_nodes=true",
          "sweep.same_nodes=true: hydra/sweeper=optuna … by earlier results, … at once; omit it"),
-        ("virtual=h100", "virtual=h100: … takes no time, so hydra/sweeper=optuna …; try a sweep of lists, or …"),
+        ("virtual=h100", "virtual=h100: … takes no time, so hydra/sweeper=optuna …; omit hydra/sweeper=optuna, or …"),
     ])  # fmt: skip
     def test_results_that_come_too_late_or_tell_nothing(self, words, said):
         assert refused(*self.WORDS, *words.split()) == Abridged(said)

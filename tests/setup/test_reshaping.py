@@ -10,7 +10,6 @@ from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.setup import run_spec
-from ptdbench.setup.run_spec import Summary
 from tests.refusals import Abridged, refusal_of
 
 
@@ -35,9 +34,9 @@ def test_a_change_is_named_with_both_shapes(was, now, change):
     assert run_spec.change_of_shape(was, math.prod(now[degree] for degree in Dims.order()), now) == change
 
 
-def summary(**degrees: int) -> Summary:
+def summary(**degrees: int) -> dict[str, Any]:
     size = Dims(**degrees).world_size
-    return Summary(size, True, {"world_size": size, "layout": layout(**degrees)})
+    return {"world_size": size, "layout": layout(**degrees)}
 
 
 def test_in_its_own_place_it_is_refused_with_what_to_type(tmp_path):
@@ -50,4 +49,4 @@ def test_in_its_own_place_it_is_refused_with_what_to_type(tmp_path):
     run_spec.require_same_shape(tmp_path, summary(replicate=2), allowed=True)
     run_spec.require_same_shape(tmp_path, summary(replicate=2, shard=2), allowed=False)
     run_spec.require_same_shape(tmp_path / "elsewhere", summary(replicate=2), allowed=False)
-    run_spec.require_same_shape(tmp_path, Summary(2, False, {"world_size": 2}), allowed=False)
+    run_spec.require_same_shape(tmp_path, {"world_size": 2}, allowed=False)

@@ -44,7 +44,7 @@ class TestSound:
         assert replace(made, backend="nccl").backends == "cpu:gloo,cuda:nccl"
         assert replace(make("parallel=fsdp"), backend="nccl").backends == "nccl"
         made = make("model=gpt_1t")
-        assert made.summary.fields["parameters"] > 1e12
+        assert made.summary["parameters"] > 1e12
         assert all(tensor.is_meta for tensor in made.training.model.state_dict().values())
 
     def test_flops_are_the_models_own_or_have_a_reason(self, monkeypatch):
@@ -460,7 +460,7 @@ class TestVirtual:
         made = self.made("virtual=h100")
         assert (made.device_type, made.backend, made.world_size) == ("cuda", "nccl", 2)
         made = self.made("virtual=h100", "cluster.nodes=4", "cluster.ranks_per_node=8", "train.global_batch=32")
-        assert (made.world_size, made.summary.fields["kind"]) == (32, "virtual")
+        assert (made.world_size, made.summary["kind"]) == (32, "virtual")
         assert self.made("parallel=single", "virtual=a100").world_size == 1
         asked = read("model=gpt_13b", "parallel=single", "virtual=a100")
         with pytest.raises(ConfigError, match=r"its GPU has 70\.9 GiB for it \(virtual NVIDIA A100-SXM4-80GB: of 79"):
@@ -473,7 +473,7 @@ class TestVirtual:
         made = make("virtual=none")
         assert made.virtual is None
         assert "virtual" not in made.config.resolved
-        assert "kind" not in made.summary.fields
+        assert "kind" not in made.summary
         assert run_spec.place(made.config, 2) == THIS_MACHINE
 
     def test_torch_has_kernels_for_it(self, monkeypatch):

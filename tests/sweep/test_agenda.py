@@ -107,7 +107,7 @@ def test_a_run_with_checkpoints_of_other_options_is_left_as_it_is(asked, tmp_pat
     runs, others = asked("optimizer.lr=0.1"), asked("optimizer.lr=0.3")
     Agenda(tmp_path, runs).open(0)
     written = done(tmp_path)
-    saved(tmp_path, runs[0].summary.world_size)
+    saved(tmp_path, runs[0].summary["world_size"])
     capsys.readouterr()
     agenda = Agenda(tmp_path, [*others, asked("train.global_batch=15,16")[0]])
     for number in range(2):  # the second one is refused
@@ -140,7 +140,7 @@ def test_a_run_that_would_go_on_in_another_shape_is_left_as_it_is(asked, tmp_pat
     (run,) = asked("reshape=false")
     Agenda(tmp_path, [run]).open(0)
     begun = store.load_record(tmp_path / "0_toy_ddp")
-    was = saved(tmp_path, run.summary.world_size + 1)
+    was = saved(tmp_path, run.summary["world_size"] + 1)
     capsys.readouterr()
     assert Agenda(tmp_path, [run]).open(0) is None
     assert f"instead of {was.world_size} ranks, which may change its numbers; " in capsys.readouterr().err

@@ -35,10 +35,8 @@ class TestRefused:
         (["repeat.tied_within=-1%"], "repeat.tied_within=-1%: must be a number"),
         (["repeat=2", "repeat.block=2"], "repeat.block=2: there are 2 blocks, which count from 0; omit it …"),
         (["repeat=auto", "repeat.max=4", "repeat.block=4"], "repeat.block=4: there are 4 blocks, …; omit it …"),
-        (["repeat=2", "hydra.sweep.subdir=${parallel.name}"],
-         "hydra.sweep.subdir=${parallel.name}: with repeat.runs=2 …; add ${hydra.job.num} to it, or …"),
         (["hydra/sweeper=optuna", "repeat=3"], "repeat.runs=3: hydra/sweeper=optuna … none; omit it, and …"),
-        (["repeat=auto", "virtual=h100"], "repeat.runs=auto: … virtual=h100 take no time, …; omit it"),
+        (["repeat=auto", "virtual=h100"], "virtual=h100: … repeat=auto has nothing to go by; omit repeat=auto, or …"),
     ])  # fmt: skip
     def test_what_there_cannot_be(self, typed, said):
         assert check(*typed) == Abridged(said)
@@ -47,12 +45,8 @@ class TestRefused:
         line = "repeat.runs=3: several runs are a sweep; add -m, as in python train.py -m repeat=3"
         assert check("repeat.runs=3", multirun=False) == line
         assert check("cluster=slurm", "cluster.submit=detach", "repeat=2") is None
-        told = Abridged("cluster.submit=detach: repeat.runs=auto needs …; try wait, or a number of repeats")
+        told = Abridged("cluster.submit=detach: repeat=auto needs …; try wait")
         assert check("cluster=slurm", "cluster.submit=detach", "repeat=auto") == told
-
-    @pytest.mark.parametrize("name", ["${hydra.job.num}", "${repeat.block}_x", "${hydra.job.override_dirname}"])
-    def test_directories_of_their_own_may_be_named_as_one_likes(self, name):
-        assert check("repeat=2", f"hydra.sweep.subdir={name}") is None
 
 
 class TestGoesOn:

@@ -21,7 +21,6 @@ from ptdbench.setup import resume
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import execution, status, submission, watch
 from ptdbench.sweep.agenda import Agenda
-from ptdbench.sweep.execution import NoObjective
 from ptdbench.sweep.submission import Array, arrays
 from tests.refusals import Abridged, refusal_of
 
@@ -299,7 +298,7 @@ class TestFollowed:
         batches = [[[*words, "seed=1"], [*words, "seed=2"]], [[*words, "seed=3"]]]
         first, (second,) = search(Agenda(tmp_path, searches=True), batches)
         assert [done.return_value for done in first] == [8.0, 16.0]
-        with pytest.raises(NoObjective, match=r"^2_toy_ddp_seed-3: failed, so that it has no throughput$"):
+        with pytest.raises(ValueError, match=r"^2_toy_ddp_seed-3: failed, so that it has no throughput$"):
             _ = second.return_value
         names = ["0_toy_ddp_seed-1", "1_toy_ddp_seed-2", "2_toy_ddp_seed-3"]
         assert [one.directory for one in ledger.read(tmp_path).jobs] == names

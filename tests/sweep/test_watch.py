@@ -23,7 +23,7 @@ def cells(sweep):
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    ("PENDING", "PENDING"), ("PENDING (Priority)", "PENDING (Priority)"), ("PENDING (None)", "PENDING"),
+    ("PENDING", "PENDING"), ("PENDING (Priority)", "PENDING (Priority)"),
     ("SUSPENDED (Reservation)", "SUSPENDED (Reservation)"), ("RUNNING n[1-2]", "RUNNING n[1-2]"),
     ("COMPLETING n1", "COMPLETING n1"), ("TIMEOUT n1", "timeout (TIMEOUT)"), ("CANCELLED", "failed (CANCELLED)"),
 ])  # fmt: skip
@@ -284,5 +284,5 @@ class TestFollowing:
         with pytest.raises(Stopped):
             watch.follow(sweep.path)
         said = capsys.readouterr().err.splitlines()
-        assert said[-1] == f"The jobs go on. Look at them with: python -m ptdbench status {sweep.path}"
+        assert said[-1] == f"The jobs keep running. Look at them with: python -m ptdbench status {sweep.path}"
         assert sweep.results() == []
