@@ -269,6 +269,8 @@ def _in_vain(config: Config) -> Iterator[Problem]:
         (general.objective != "throughput" and config.eval.every is None, "objective", general.objective,
          "is measured on held-out samples, and eval.every=null never evaluates",
          f"try eval.every={config.train.steps}"),
+        (config.profile.trace and not config.profile.steps, "profile.trace", True,
+         "traces profiled steps, and profile.steps=0 profiles none", "try profile.steps=5"),
     ])  # fmt: skip
 
 
