@@ -38,7 +38,7 @@ def export(run: RunRecord, target: str) -> tuple[str, list[str]]:
     if target == "accelerate" and {"tensor", "context"} & {*degrees} and "shard" not in degrees:
         alien = alien or [*degrees]  # it splits products and sequences of sharded weights only
     able = [name for name, other in table.items() if name != target and {*degrees} <= {*other["degrees"]}]
-    rule = f"cannot express {' and '.join(f'{name}={degrees[name]}' for name in alien)} of {run.directory}"
+    rule = f"cannot express {' and '.join(f'{name}={degrees[name]}' for name in alien)}, the layout of {run.directory}"
     require(Problem("--to", target, rule, f"try {' or '.join(able)}") if alien else None)
     parallel = run.config["parallel"]
     options = Options(**{option.name: parallel[option.name] for option in fields(Options) if option.name in parallel})

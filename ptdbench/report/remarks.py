@@ -43,7 +43,8 @@ def reason(record: RunRecord) -> str:
         return f"does not fit: {error.message}"
     where = f" on rank {error.rank}" if error.rank >= 0 else ""  # negative: the process that starts the ranks
     message, *output = error.message.split(OUTPUT)
-    line = " ".join(message.split())
+    separator = "; " if error.type == "ConfigError" else " "  # one problem a line
+    line = separator.join(filter(None, (" ".join(part.split()) for part in message.splitlines())))
     line = line if error.type == "ConfigError" or len(line) <= _LIMIT else f"{line[:_LIMIT].rstrip()} ..."
     cause = ": ".join(filter(None, (error.type, line)))
     text = OUTPUT.join([f"{record.status}{where}: {cause or 'no reason on record'}", *output])

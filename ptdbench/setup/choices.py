@@ -2,13 +2,14 @@
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from ptdbench.problems import ConfigError, Problem, first_line, message_of, require, under
+from ptdbench.problems import ConfigError, Problem, first_line, message_of, nearest, require, try_these, under
 from ptdbench.setup import signature
 from ptdbench.setup.config import Call, Config
 from ptdbench.virtual.device import Device
@@ -96,6 +97,10 @@ def _not_found(option: str, target: str, error: Exception) -> Problem:
         return Problem(option, target, rule)
     cause = error.__cause__ or error
     cause = cause.__cause__ or cause
+    parent, _, name = target.rpartition(".")
+    if isinstance(cause, ModuleNotFoundError) and cause.name == target and parent in sys.modules:
+        close = nearest(name, vars(sys.modules[parent]))
+        return Problem(option, target, f"{parent} has no {name}", try_these(f"{parent}.{near}" for near in close))
     remedy = "it is searched for in the current directory, in PYTHONPATH and among installed packages"
     return Problem(option, target, f"cannot be imported: {first_line(cause)}", remedy)
 

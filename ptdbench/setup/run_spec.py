@@ -262,6 +262,8 @@ def _contradictions(config: Config, world: World | None, gpus: int, is_virtual: 
         (wanted in ("max", "best") and launcher in LAUNCHERS, "train.micro_batch", wanted,
          f"is found by short runs, each with fresh ranks, and {launcher} has started these once",
          f"start it with plain python or cluster=slurm, or give the number that {command('plan')} finds"),
+        (config.profile.trace and not config.profile.steps, "profile.trace", True,
+         "traces profiled steps, and profile.steps=0 profiles none", "try profile.steps=5"),
     ])  # fmt: skip
 
 

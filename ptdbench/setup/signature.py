@@ -71,7 +71,8 @@ def problems(
     for option, value in options.items():
         if option not in named and not takes_any:
             close = nearest(option, [name for name in named if name not in passed])
-            meant = [f"{group}.{name}" if group else name for name in close]
+            prefixes = {name: "+" * (name not in options) for name in close}  # one that no file sets is added
+            meant = [f"{prefixes[name]}{group}.{name}" if group else name for name in close]
             refusals.append(Problem(option, value, "there is no such option", try_these(meant)))
         elif option in hints and not any(_fits_one(value, member) for member in _alternatives(hints[option])):
             rule = f"must be {_spelled(hints[option])}"

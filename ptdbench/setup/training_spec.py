@@ -106,7 +106,9 @@ class TrainingSpec:
 
     def parts_of_stages(self) -> list[list[str]] | None:
         """Return each stage's parts other than repeated layers, before :meth:`engine`; ``None`` without a pipeline."""
-        return unrepeated(self.model, where) if (where := self._split()) else None
+        if (where := self._split()) is None:
+            return None
+        return [[name.removeprefix(foreign.PREFIX) for name in names] for names in unrepeated(self.model, where)]
 
     def imbalance(self) -> str | None:
         """Say which stages of a pipeline have too much of the model, if any, before :meth:`engine`."""
@@ -193,6 +195,8 @@ def specify(
     model = errors.catch(_model, config, example)
     if model and data:
         errors.catch(_check_data, config, model, data, on_gpu)
+    if data and (type(data).held_out is Data.held_out or config.call("data").options.get("held_out") == 0):
+        errors.catch(_check_evaluation, config)
     optimizer = errors.catch(_optimizer, config, module_of(model) if model else _ANY_MODEL)
     where = errors.catch(layout) if strategy else None
     if strategy:
@@ -226,7 +230,13 @@ def prepare_data(config: Config, data: Data | None = None) -> None:
     """
     data = _data(config) if data is None else data
     under("data", data.prepare)
-    if (interval := config.eval.every) is not None and not data.held_out:
+    if config.eval.every is not None and not data.held_out:
+        _check_evaluation(config)
+
+
+def _check_evaluation(config: Config) -> None:
+    """Refuse to evaluate on data without held-out samples."""
+    if (interval := config.eval.every) is not None:
         call = config.call("data")
         other = "give data.held_out" if "held_out" in call.options else "data with held-out samples"
         require(Problem("eval.every", interval, f"data={call.name} has no held-out samples", f"try null, or {other}"))
@@ -331,7 +341,9 @@ def _check_data(config: Config, model: Model, data: Data, on_gpu: bool) -> None:
         if isinstance(model, foreign.Adapted):
             rule += f"; its forward takes {', '.join(model.takes)}"
             names = ("data=synthetic_inputs, or " * ("config" in call.options), "samples that are a dict of these")
-            remedy = f"try {''.join(names)} by data=custom"
+            inputs = data.example()[0]
+            if not (isinstance(inputs, dict) and {*inputs} <= {*model.takes}):
+                remedy = f"try {''.join(names)} by data=custom"
         raise ConfigError([Problem("data", data_call.name, rule, remedy)]) from None
 
 
@@ -373,11 +385,11 @@ def _untreated(config: Config, activations: Activations, model: Model) -> Iterat
 
 #: What a forward pass may do that excludes some options, in words for messages; see :class:`Observed`.
 _OBSERVED = {
-    "weights": "the model's forward pass changes weights in place, {} for one",
-    "buffers": "the model's forward pass changes buffers, {} for one",
-    "overwritten": "the model's forward pass changes buffers in place, {} for one",
-    "outside": "the model uses weights of a layer while it does not run, {} for one",
-    "bypassed": "the model does not call the layers whose weights it uses, {} for one",
+    "weights": "the model's forward pass changes weights in place, such as {}",
+    "buffers": "the model's forward pass changes buffers, such as {}",
+    "overwritten": "the model's forward pass changes buffers in place, such as {}",
+    "outside": "the model uses weights of a layer while it does not run, such as {}",
+    "bypassed": "the model does not call the layers whose weights it uses, such as {}",
 }
 
 

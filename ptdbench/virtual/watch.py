@@ -266,7 +266,7 @@ class _Watch:
         self._hook()
         if os.environ.get(STACKS):
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
-        Finalize(None, partial(_safely, self._end), exitpriority=0)  # also at the end of a forked process
+        Finalize(None, partial(_safely, self._exit), exitpriority=0)  # also at the end of a forked process
         Thread(target=self._end_endless, args=(get_ident(),), daemon=True).start()
         self._write()
 
@@ -364,6 +364,11 @@ class _Watch:
         print(f"virtual GPU: this program never ends: {told}\n{stack}", file=sys.stderr, flush=True)
         self._end()
         os._exit(1)
+
+    def _exit(self) -> None:
+        self._end()
+        if self._log:
+            self._log.end()  # torch crashes when a process exits while its profiler runs
 
     def _end(self) -> None:
         if not self._is_over():

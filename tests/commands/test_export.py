@@ -128,10 +128,10 @@ class TestTorchtitan:
 class TestRefused:
     def test_what_cannot_be_told(self, export, tmp_path):
         sweep = tmp_path / "sweep"
-        told = f"--to=fsdp2: cannot express tensor=2 and pipeline=2 of {sweep}/0_3d; try torchtitan"
+        told = f"--to=fsdp2: cannot express tensor=2 and pipeline=2, the layout of {sweep}/0_3d; try torchtitan"
         assert export("fsdp2", TP)[2] == [told]
         tp = trained("tp", read("parallel=tp"), 2000.0, tensor=2, replicate=2)
-        told = f"--to=accelerate: cannot express replicate=2 and tensor=2 of {sweep}/0_tp; try torchtitan"
+        told = f"--to=accelerate: cannot express replicate=2 and tensor=2, the layout of {sweep}/0_tp; try torchtitan"
         assert export("accelerate", tp)[2] == [told]
 
     def test_sweep_without_a_best_run(self, export, tmp_path):

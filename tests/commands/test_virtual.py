@@ -110,7 +110,7 @@ def test_run_of_ours_needs_and_takes_the_same_under_a_launcher(virtual, environ,
 
 
 def test_out_of_memory_names_the_way_to_learn_the_need(virtual):
-    words = ("--", sys.executable, "program.py", 3000, 1)
+    words = ("--", sys.executable, "program.py", 3000, 3)  # which ends while its steps are logged
     short = virtual("h100", "--memory", "3GiB", *words)
     assert short.returncode == 1
     assert "GPU 0 has a total capacity of 3.00 GiB" in short.stderr
@@ -119,7 +119,7 @@ def test_out_of_memory_names_the_way_to_learn_the_need(virtual):
     ample = virtual("h100", "--memory", "1TiB", *words)
     assert ample.returncode == 0, ample.stderr
     assert "2.93 GiB" in ample.stdout
-    assert "no predicted time: it took 1, and 4 are needed, 2 of them to warm up" in ample.stdout
+    assert "no predicted time: it took 3, and 4 are needed, 2 of them to warm up" in ample.stdout
 
 
 PROFILED = """

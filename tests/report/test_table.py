@@ -68,10 +68,10 @@ def test_a_long_message_is_cut_and_what_stands_behind_it_is_whole():
 
 
 def test_a_refusal_is_whole_and_has_no_rank_to_blame():
-    message = "; ".join(f"model.heads={heads}: must divide width=128; try 2, 4, 8" for heads in range(99))
-    record = failed("ddp", message, rank=-1)
+    problems = [f"model.heads={heads}: must divide width=128; try 2, 4, 8" for heads in range(99)]
+    record = failed("ddp", "\n".join(problems), rank=-1)
     record.error.type = "ConfigError"
-    assert reason(record) == f"failed: ConfigError: {message}"
+    assert reason(record) == f"failed: ConfigError: {'; '.join(problems)}"
 
 
 OTHERS = "parallel=fsdp, activations=recompute, precision=bf16"

@@ -94,6 +94,8 @@ TOLD = {
     "model=resnet18 optimizer=muon": "is for matrices, and model=resnet18 has none …; try adamw",
     "cluster=slurm cluster.requeue=true": "… continues from its last checkpoint, …; give checkpoint.every_steps",
     "model=toy objective=held_out_loss": "… held-out samples, and eval.every=null never evaluates; try eval.every=60",
+    "profile.steps=0 profile.trace=true": "traces profiled steps, and … none; try profile.steps=5",
+    "eval.every=5": "data=text has no held-out samples; try null, or give data.held_out",
     "data.held_out=0.1 eval.every=5 objective=held_out_accuracy": "… data=text have no classes; try held_out_loss",
     "virtual=h100 device=cpu": "virtual=h100 is a GPU; try auto, or virtual=none",
     **{
@@ -120,7 +122,7 @@ TOLD = {
         for ranks in ("[0,2]", "[]")
     },
     **{
-        f"virtual=h100 {what}.every{unit}=1 virtual.ranks=[0]": f"… all ranks; try null, or omit {what}.every{rest}"
+        f"virtual=h100 data.held_out=0.1 {what}.every{unit}=1 virtual.ranks=[0]": f"… null, or omit {what}.every{rest}"
         for what, unit, rest in (("checkpoint", "_steps", "_steps and resume"), ("eval", "", ""))
     },
     "virtual=h100 cluster=slurm": "virtual=h100 runs on this machine, whatever its nodes; omit cluster",
@@ -258,6 +260,7 @@ def custom(name: str) -> tuple[str, ...]:
 class TestModelsOfTheUser:
     @pytest.mark.parametrize(("target", "told"), [
         ("no_such_package.Net", "._target_=no_such_package.Net: cannot be imported: No module named"),
+        ("tests.setup.test_run_spec.mood", "._target_=tests.setup.test_run_spec.mood: tests.setup.test_run_spec has"),
         ("tests.setup.test_run_spec.moody", "=(its options): cannot be built: not today"),
         ("tests.setup.test_run_spec.mute", "=(its options): cannot be built: (no message: the exception's own "),
     ])  # fmt: skip
@@ -286,7 +289,7 @@ class TestModelsOfTheUser:
     ])  # fmt: skip
     def test_weights_changed_in_forward_exclude_options(self, options, told):
         make(*custom("momentum"), "parallel=ddp", "parallel.optimizer=zero1")
-        rule = "the model's forward pass changes weights in place, 0.slow.weight for one, and"
+        rule = "the model's forward pass changes weights in place, such as 0.slow.weight, and"
         assert refused(*custom("momentum"), *options) == [told.replace("…", rule)]
 
     @pytest.mark.parametrize(("options", "told"), [
@@ -297,7 +300,7 @@ class TestModelsOfTheUser:
     def test_layers_called_by_another_method_exclude_options(self, options, told):
         make(*custom("by_method"), "compile=whole", "parallel=ddp")
         (line,) = refused(*custom("by_method"), *options)
-        assert line.endswith(f", layers.0.weight for one, and {told}")
+        assert line.endswith(f", such as layers.0.weight, and {told}")
 
     @pytest.mark.parametrize(("options", "told"), [
         (["activations=recompute", "compile=whole"], "a compiled layer runs again on changed ones"),
@@ -328,12 +331,12 @@ class TestModelsOfTheUser:
     def test_bounded_embedding_is_accepted_with_recomputation(self):
         make(*custom("Bounded"), "activations=recompute", "parallel=single")
         (told,) = refused(*custom("Bounded"), "precision=bf16", "parallel=single")
-        assert "changes weights in place, rows.weight for one, and it has narrow copies" in told
+        assert "changes weights in place, such as rows.weight, and it has narrow copies" in told
 
     def test_missing_model_options_are_named(self):
         found = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_feature=4", *VECTORS)
         assert found == [
-            "model.in_feature=4: there is no such option; try model.in_features, model.out_features",
+            "model.in_feature=4: there is no such option; try +model.in_features, +model.out_features",
             "model.in_features=(not set): must be given",
             "model.out_features=(not set): must be given",
         ]
