@@ -34,7 +34,8 @@ SLOWDOWN = 0.19
 
 #: Families of costs: the parts of a step whose errors are independent, with one standard deviation of each as a share.
 #: Those of products and of memory are in the tables; that of fp8 follows from the tables of :data:`_FP8`.
-FAMILIES = {"products": None, "fp8 products": 0.1, "attention": 0.1, "memory": None, "messages": 0.15, "bubble": 0.1, "host": 0.5}
+FAMILIES = {"products": None, "fp8 products": 0.1, "attention": 0.1, "memory": None}
+FAMILIES |= {"messages": 0.15, "bubble": 0.1, "host": 0.5}
 
 #: Shares of bandwidth that products and copies reach, and of a link that messages between two ranks reach.
 _STREAMED, _LINK = 0.85, 0.8
