@@ -94,8 +94,7 @@ def test_each_rank_of_a_launcher_has_its_account(virtual, environ, tmp_path):
 
 def test_run_of_ours_needs_and_takes_the_same_under_a_launcher(virtual, environ, tmp_path):
     """Its steps have so many samples that what its loop does between them counts little."""
-    words = ("model=gpt_tiny", "parallel=ddp", "train.steps=4", "train.global_batch=4096", "profile.steps=0")
-    words += ("precision=bf16",)
+    words = ("model=gpt_tiny", "parallel=ddp", "train.steps=4", "train.global_batch=2048", "profile.steps=0")
     own = ("virtual=h100", "cluster.ranks_per_node=2", "hydra.run.dir=run")
     logged = {**environ, "PTDBENCH_VIRTUAL_LOG": str(tmp_path / "logs")}
     assert call(*TORCHRUN[:1], TORCHRUN[-1], *words, *own, cwd=tmp_path, environ=logged).returncode == 0
@@ -103,12 +102,8 @@ def test_run_of_ours_needs_and_takes_the_same_under_a_launcher(virtual, environ,
     assert done.returncode == 0, done.stderr
     expected = json.loads((tmp_path / "run" / "record.json").read_text())["virtual"]
     record = json.loads(done.stdout)
-    logs = read(tmp_path / "logs")
-    found, step = record["virtual"], step_time.predicted(logs, gpus.load("h100"))
-    assert record["predicted"]["step_seconds"] == pytest.approx(step.step_seconds, rel=0.03)
-    records = next(logs[0].steps())
-    last = max(place for place, thread in enumerate(records["thread"]) if thread != records["thread"][0])
-    assert records["operators"][last + 1] > 53  # gradients are accumulated after the last kernel of the backward pass
+    found, step = record["virtual"], step_time.predicted(read(tmp_path / "logs"), gpus.load("h100"))
+    assert record["predicted"]["step_seconds"] == pytest.approx(step.step_seconds, rel=0.01)
     names = ("allocated_bytes", "reserved_bytes")  # rank 0, which checks the run, has its allocator's options too
     # The peak of four steps varies by 512 bytes from run to run, with a log and without.
     assert [found[name] for name in names] == [pytest.approx(expected[name], rel=1e-6) for name in names]
