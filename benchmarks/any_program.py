@@ -17,7 +17,6 @@ import random
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -25,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import yaml
 
 from benchmarks import tables
 from benchmarks.script import ROOT, judged, options
@@ -36,7 +36,6 @@ REQUIRED, TOLERANCE = 0.8, 0.03
 MOST_SECONDS = 1800
 
 PROGRAMS = Path(__file__).parent / "programs"
-TORCHRUN = "-m torch.distributed.run --nproc-per-node=2"
 
 
 def _tokens(folder: Path) -> None:
@@ -72,59 +71,17 @@ class Row:
     name: str
     package: str  #: Of the package index, maybe with its version; of a row with sources, the folder of its checkout.
     command: str  #: What follows ``python``; ``PROGRAMS`` is this folder's.
-    prepare: Callable[[Path], None] | None = None  #: Writes made data into the current folder.
+    prepare: str = ""  #: Of :data:`PREPARE`: what writes made data into the current folder.
     of_sources: bool = False  #: Whether it is run in its checkout.
     needs: str = ""  #: What its output must have.
     gpus: str = "h100x2"  #: What stands before the ``--``.
     published: float | None = None  #: GiB that its authors have seen reserved, with segments of fixed size.
 
 
-_TITAN = "-m torchtitan.train --module llama3 --config llama3_debugmodel --training.steps 4"
-_EXPERTS = (
-    "-m torchtitan.train --module deepseek_v3 --config deepseek_v3_debugmodel --training.steps 4"
-    " --training.disable-cuda-graphs"
-)
-_8B = (
-    "-m torchtitan.train --model.name llama3 --model.flavor 8B --model.hf_assets_path tests/assets/tokenizer"
-    " --training.dataset c4_test --training.local_batch_size 2 --training.seq_len 8192 --training.steps 3"
-    " --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op"
-)
-_COMPILED = " --compile.enable --compile.components model"
-_FLOAT8 = (
-    " --model.converters quantize.linear.float8 --quantize.linear.float8.enable_fsdp_float8_all_gather"
-    " --quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
-)
-#: One of eight H100, of the kind with 96 GB; the published figures are of table 1 of torchtitan's page of 2024-12.
-_ONE_OF_8 = "h100x8 --memory 95GiB --ranks 0"
-_NANO = "--dataset=made --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --eval_iters=1 --max_iters=4"
-_ACCELERATE = "-m accelerate.commands.launch --num_processes 2 --mixed_precision bf16"
-_FSDP2 = "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
+#: The functions by which rows prepare made data.
+PREPARE = {"texts": _texts, "tokens": _tokens}
 
-ROWS = [
-    Row("torchtitan, FSDP", "torchtitan", f"{TORCHRUN} {_TITAN}", _texts),
-    Row("torchtitan, TP", "torchtitan", f"{TORCHRUN} {_TITAN} --parallelism.tensor_parallel_degree 2", _texts),
-    Row("torchtitan, EP", "torchtitan", f"{TORCHRUN} {_EXPERTS} --parallelism.expert_parallel_degree 2", _texts),
-    *(
-        Row(name, "torchtitan==0.2.2", f"{_8B}{options}", _texts, gpus=_ONE_OF_8, published=figure)
-        for name, options, figure in (
-            ("torchtitan, 8B", "", 82.4),
-            ("torchtitan, 8B compiled", _COMPILED, 77.0),
-            ("torchtitan, 8B float8", _COMPILED + _FLOAT8, 76.8),
-        )
-    ),
-    Row(
-        "nanoGPT, DDP", "nanoGPT", f"{TORCHRUN} train.py {_NANO} --compile=False --gradient_accumulation_steps=4",
-        _tokens, of_sources=True,
-    ),
-    Row("transformers' Trainer, DDP", "accelerate", f"{_ACCELERATE} --multi_gpu PROGRAMS/transformers_trainer.py"),
-    Row("transformers' Trainer, FSDP2", "accelerate", f"{_ACCELERATE} {_FSDP2} PROGRAMS/transformers_trainer.py"),
-    Row("Lightning, FSDP", "lightning", "PROGRAMS/lightning_trainer.py fsdp"),
-    Row("Lightning, ModelParallel", "lightning", "PROGRAMS/lightning_trainer.py model_parallel"),
-    Row("DeepSpeed, ZeRO-2", "deepspeed", f"{TORCHRUN} PROGRAMS/deepspeed_zero.py 2", needs="skipped 0 steps"),
-    Row("DeepSpeed, ZeRO-3", "deepspeed", f"{TORCHRUN} PROGRAMS/deepspeed_zero.py 3", needs="skipped 0 steps"),
-    Row("Megatron-Core, TP", "megatron-core", f"{TORCHRUN} PROGRAMS/megatron_gpt.py", needs="stepped True"),
-]  # fmt: skip
-
+ROWS = [Row(name, **fields) for name, fields in yaml.safe_load((PROGRAMS / "rows.yaml").read_text()).items()]
 
 HEADS = ["program", "version", "`ptdbench virtual`", "outcome", "reserved GiB", "published", "messages of a step"]
 
@@ -162,7 +119,7 @@ def outcome(row: Row, environments: Path, sources: Path | None) -> list[str]:
     with TemporaryDirectory() as scratch:
         folder = checkout if row.of_sources and checkout else Path(scratch)
         if row.prepare:
-            row.prepare(folder)
+            PREPARE[row.prepare](folder)
         status, record, output = _executed(row, [str(python), *row.command.split()], folder)
     works = status == 0 and record.get("steps", 0) >= 3 and row.needs in output
     figures = record.get("virtual") or {}

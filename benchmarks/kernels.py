@@ -7,15 +7,12 @@ numbers of kernels and the memory are exact, and steps are predicted, see docs/p
 change by more than 3 % is bold.
 """
 
-import json
-import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks import tables
+from benchmarks.plan_truth import plan
 
 PAGE = tables.ROOT / "docs/kernels.md"
 
@@ -29,7 +26,7 @@ DIFFERENCE = 0.03
 
 COMMON = ("virtual=h100", "precision=bf16", "kernels=fused,torch", "compile=false,layers")
 
-Step = dict[str, Any]
+Step = Mapping[str, Any]
 
 
 def main() -> int:
@@ -47,13 +44,9 @@ def planned(model: str) -> Iterator[tuple[tuple[str, str, str, str], Step]]:
     for layouts, ranks in ((LAYOUTS[:1], 1), (LAYOUTS[1:], RANKS)):
         words = (f"model={model}", f"parallel={','.join(layouts)}", f"cluster.ranks_per_node={ranks}")
         batch = f"train.global_batch={BATCHES[model] * ranks}"
-        with TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "ptdbench", "plan", *COMMON, *words, batch, f"hydra.sweep.dir={folder}"]
-            subprocess.run(command, cwd=tables.ROOT, check=True)
-            for line in Path(folder, "results.jsonl").read_text().splitlines():
-                record = json.loads(line)
-                config = record["config"]
-                yield (model, record["parallel"], str(config["compile"]).lower(), config["kernels"]), record
+        for record in plan([*COMMON, *words, batch]).records:
+            config = record["config"]
+            yield (model, record["parallel"], str(config["compile"]).lower(), config["kernels"]), record
 
 
 def rows(steps: dict[tuple[str, str, str, str], Step]) -> Iterator[list[str]]:

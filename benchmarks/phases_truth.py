@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,22 +116,19 @@ def _free_communication() -> Iterator[None]:
     """Have communication complete at once and move nothing."""
     library = torch.library.Library("c10d", "IMPL")
     for name in OPERATIONS:
-        returns = getattr(torch.ops.c10d, name).default._schema.returns
-        library.impl(name, _done_with_tensors if len(returns) > 1 else _done, "CPU", allow_override=True)
+        gives_tensors = len(getattr(torch.ops.c10d, name).default._schema.returns) > 1
+        library.impl(name, partial(_done, gives_tensors), "CPU", allow_override=True)
     try:
         yield
     finally:
         library._destroy()
 
 
-def _done(tensors: Any, *_: Any) -> Any:
+def _done(gives_tensors: bool, tensors: Any, *_: Any) -> Any:
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     future.set_result([tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
-    return _create_work_from_future(future).boxed()
-
-
-def _done_with_tensors(tensors: Any, *_: Any) -> Any:
-    return tensors, _done(tensors)
+    work = _create_work_from_future(future).boxed()
+    return (tensors, work) if gives_tensors else work
 
 
 if __name__ == "__main__":

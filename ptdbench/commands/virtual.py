@@ -81,7 +81,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         require(Problem("--memory", arguments.memory, f"the CUDA context takes {gpu.context} bytes of it"))
     nodes = arguments.nodes or (1 if arguments.ranks else None)
     ranks = _ranks(arguments.ranks, (nodes or 1) * number) if arguments.ranks else None
-    if nodes and Path(arguments.program[0]).name in _LAUNCHERS:
+    if nodes and any(Path(word).name in _LAUNCHERS for word in arguments.program[:3:2]):  # python -m LAUNCHER
         rule = "--nodes and --ranks start each rank by themselves"
         require(Problem("COMMAND", arguments.program[0], rule, "give the program that it would start"))
     options = {"steps": arguments.steps, "stacks": arguments.stacks}
@@ -90,6 +90,7 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 #: Programs that start ranks.
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
+_LAUNCHERS += ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 
 
 def _ranks(text: str, size: int) -> list[int]:

@@ -33,14 +33,20 @@ OPERATOR, LAUNCH, CALL, EVENT = 2e-6, 4e-6, 10e-6, 1e-6
 SLOWDOWN = 0.19
 
 #: Families of costs: the parts of a step whose errors are independent, with one standard deviation of each as a share.
-#: Those of products and of memory are in the tables.
-FAMILIES = {"products": None, "attention": 0.1, "memory": None, "messages": 0.15, "bubble": 0.1, "host": 0.5}
+#: Those of products and of memory are in the tables; that of fp8 follows from the tables of :data:`_FP8`.
+FAMILIES = {"products": None, "fp8 products": 0.1, "attention": 0.1, "memory": None}
+FAMILIES |= {"messages": 0.15, "bubble": 0.1, "host": 0.5}
 
 #: Shares of bandwidth that products and copies reach, and of a link that messages between two ranks reach.
 _STREAMED, _LINK = 0.85, 0.8
 
 #: How much slower a product is that accumulates in, and writes, fp32; and attention with heads of at most 64, a guess.
 _WIDE_RESULT, _NARROW_HEADS = 1 / 0.93, 1 / 0.75
+
+#: How much slower an fp8 product is than one of bf16 with half of its inner dimension. AIConfigurator's tables of fp8,
+#: less the seconds of quantizing, have 1.13, 1.15, 1.16, 1.23 and 1.26 in the median from 1e11 FLOPs on (5 % apart);
+#: their shapes are 16 % apart, and a step has some four.
+_FP8 = 1.16
 
 #: The names of dtypes in the peaks of a device.
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32", "float64": "fp64"}
@@ -94,6 +100,16 @@ class Measured:
         return math.exp(total / weights) if weights else None
 
 
+@cache
+def _products(kind: str) -> Measured:
+    """Return what a kind of device reaches in products of bf16, from the tables."""
+    rows = [row for row in _table("products") if row["kind"] == kind]
+    rates = [
+        ((int(row["m"]), int(row["n"]), int(k)), float(row[k]) * 1e12) for row in rows for k in row if k.isdecimal()
+    ]
+    return Measured({("products", "bf16"): rates})
+
+
 @dataclass(frozen=True)
 class Costs:
     """The costs of a device."""
@@ -133,7 +149,8 @@ class Costs:
             return "memory", KERNEL + size / rate
         kind = kernel_kind(name)
         if kind == "product" and record["dims"][0] > 0:
-            return "products", self._product(record)
+            is_fp8 = DTYPES[record["dtype"]].startswith("float8")
+            return "fp8 products" if is_fp8 else "products", self._product(record)
         if kind == "attention" and record["dims"][6] > 0:
             return "attention", self._attention(record, is_flash="flash" in name)
         share, _, family = memory_share(name)
@@ -145,16 +162,20 @@ class Costs:
         m, n, k, batch = (int(size) for size in record["dims"][:4])
         dtype, result = DTYPES[record["dtype"]], DTYPES[record["result"]]
         name = _PEAKS.get(dtype, "fp32")
-        if not (rate := self.measured.rate("products", name, m, n, k)):
-            is_fp8 = name == "fp8"
-            share, peak = self.figures["fp8_products" if is_fp8 else "products"], self.device.peaks.get(name)
-            if not share or not peak:
-                raise NoCosts(f"no costs of products of {dtype} on {self.device.name}")
-            rate = float(share) * peak * k / (k + float(self.figures["depth"]) * (2 if is_fp8 else 1))
+        rate = self.measured.rate("products", name, m, n, k) or self._rate(name, m, n, k)
         flops = 2.0 * m * n * k * max(batch, 1)
         slower = _WIDE_RESULT if name in ("bf16", "fp16") and result == "float32" else 1.0
         moved = max(batch, 1) * ((m * k + k * n) * _BYTES.get(dtype, 2) + m * n * _BYTES.get(result, 2))
         return KERNEL + max(slower * flops / rate, moved / (_STREAMED * self.device.bandwidth))
+
+    def _rate(self, name: str, m: int, n: int, k: int) -> float:
+        """Return the FLOP/s of products by the tables: those of bf16 with the ``k`` that takes as long at the peaks."""
+        peaks = self.device.peaks
+        if not (peak := peaks.get(name)):
+            raise NoCosts(f"no costs of products in {name} on {self.device.name}")
+        ratio = peak / peaks["bf16"]
+        of_bf16 = _products(self.figures["products"]).rate("products", "bf16", m, n, round(k / ratio)) or 0.0
+        return float(self.figures["level"]) * of_bf16 * ratio / (_FP8 if name == "fp8" else 1.0)
 
     def _attention(self, record: Any, is_flash: bool) -> float:
         """Return the seconds of attention, by the share of the peak that its length reaches."""
@@ -165,7 +186,7 @@ class Costs:
         of_pass = "forward" if products == 2 else "backward"
         if rate := self.measured.rate("attention", of_pass, keys):
             return KERNEL + slower * flops / rate
-        kind, level = self.figures["attention"], float(self.figures["attention_level"])
+        kind, level = self.figures["attention"], float(self.figures["level"])
         if is_flash and kind == "H200":
             kind = "flash"
         rows = [row for row in _table("attention") if row["kind"] == kind]

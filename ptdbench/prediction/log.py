@@ -25,7 +25,7 @@ Fields of a record:
   it, the root or peer, and the number of transfers that it carries out.
 - ``sequence``: the number of a collective in its communicator, or of a transfer among those between two ranks in one
   direction; from 0. Messages with the same ``object`` and ``sequence`` belong together.
-- ``operators``: operators and autograd nodes that torch has begun in the thread since its last record, nested ones
+- ``operators``: operators and autograd nodes that torch has begun since the last record, in any thread, nested ones
   included.
 - ``device``: the number of the GPU.
 - ``dtype``, ``result``: places in :data:`DTYPES`: of the operands, and of what is written.

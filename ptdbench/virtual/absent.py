@@ -50,6 +50,31 @@ class Present:
         values = self.exchange(value, among)
         return [values[max((at for at in values if at <= rank), default=min(values))] for rank in among]
 
+    def send(self, value: Any, offset: int, among: Sequence[int]) -> None:
+        """Leave a value for the rank that is ``offset`` places further in ``among``."""
+        self._store.set(self._of_transfer(self._rank, "sent", offset, among), pickle.dumps(value))  # type: ignore[arg-type]
+
+    def receive(self, offset: int, among: Sequence[int]) -> Any:
+        """Return what the rank that is ``offset`` places before has sent; raises RuntimeError if nobody can tell.
+
+        The nearest rank that sends as far answers for one that does not run: stages of a pipeline pass on equal shapes.
+        """
+        at = {rank: place for place, rank in enumerate(among)}
+        far = {rank: abs(at[rank] + offset - at[self._rank]) for rank in self.ranks if rank in at}
+        senders = [rank for rank in far if rank != self._rank and 0 <= at[rank] + offset < len(among)]
+        if not senders:
+            absent = (
+                f"rank {among[at[self._rank] - offset]} does not run, and no rank that runs sends what it would send"
+            )
+            raise RuntimeError(f"{absent}: run the first and last stage, --ranks {among[0]},{among[-1]}")
+        sender = min(senders, key=far.__getitem__)
+        return pickle.loads(self._store.get(self._of_transfer(sender, "received", offset, among)))
+
+    def _of_transfer(self, sender: int, what: str, offset: int, among: Sequence[int]) -> str:
+        """Return the key of a rank's next transfer over ``offset`` places."""
+        self._exchanges[counted := f"{what} {offset} {among}"] += 1
+        return f"{sender} sends {offset} {among} {self._exchanges[counted]}"
+
 
 class Answers(dist.Store):
     """A store as if every rank had already arrived: no call waits, and a value that was never set is zeros.
@@ -111,7 +136,10 @@ def attach() -> None:
     groups.rendezvous = _meet
     groups._new_process_group_helper = partial(_with_fakes, groups._new_process_group_helper)
     modules: list[Any] = [dist, groups]
-    for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
+    for name in (
+        *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+        *("send_object_list", "recv_object_list"),
+    ):
         answered = partial(_answered, getattr(dist, name), ranks)
         for module in modules:
             setattr(module, name, answered)
@@ -144,13 +172,22 @@ def _with_fakes(make: Any, *arguments: Any, **options: Any) -> Any:
     return make(size, rank, among, named, *rest, **{**options, "device_id": None})
 
 
-def _answered(function: Any, ranks: Present, *arguments: Any, **options: Any) -> None:
-    """Carry out one of torch's collectives of objects: each rank's value, or those of the root, go into its list."""
+def _answered(function: Any, ranks: Present, *arguments: Any, **options: Any) -> Any:
+    """Carry out one of torch's collectives of objects: each rank's value, or those of the root, go into its list.
+
+    Likewise a transfer of objects; the receiver returns the sender's rank.
+    """
     bound = inspect.signature(function).bind(*arguments, **options)
     bound.apply_defaults()
     given = bound.arguments
     group = given["group"] or dist.distributed_c10d._get_default_group()
     among = list(dist.get_process_group_ranks(group))
+    if (end := {"send_object_list": "dst", "recv_object_list": "src"}.get(function.__name__)) is not None:
+        peer = given[f"group_{end}"] if given[end] is None else among.index(given[end])
+        if end == "dst":
+            return ranks.send(given["object_list"], peer - dist.get_rank(group), among)
+        given["object_list"][:] = ranks.receive(dist.get_rank(group) - peer, among)
+        return among[peer]
     sent = next(given[name] for name in ("obj", "scatter_object_input_list", "object_list") if name in given)
     values = ranks.gather(sent, among)
     if "src" in given:

@@ -47,12 +47,6 @@ void count_copy(bool to_device, size_t bytes) {
     pthread_mutex_unlock(&lock);
 }
 
-void count_message(const char *operation, size_t bytes) {
-    pthread_mutex_lock(&lock);
-    add(messages, operation, bytes);
-    pthread_mutex_unlock(&lock);
-}
-
 static void print(FILE *to, const char *what, struct count **table) {
     for (int i = 0; i < BUCKETS; i++)
         for (struct count *c = table[i]; c; c = c->next)

@@ -81,24 +81,16 @@ static ncclResult_t check(ncclComm_t c, int parity, const struct call *mine) {
 }
 
 /* Writes the result of what all ranks have posted to this rank's output. */
-static void deliver(ncclComm_t c, int parity, const struct call *call, const void *from, char *to) {
-    size_t each = call->count * size_of(call->type);
-    const struct slot *root = &member(c, call->root)->slots[parity];
+static void deliver(ncclComm_t c, int parity, const struct call *call, char *to) {
+    size_t each = call->count * size_of(call->type), first = call->what == ALL_TO_ALL ? c->rank * each : 0;
     switch (call->what) {
-    case ALL_REDUCE: reduce(c, parity, call, 0, to); break;
+    case ALL_REDUCE:
+    case REDUCE: reduce(c, parity, call, 0, to); break;
     case REDUCE_SCATTER: reduce(c, parity, call, call->count * c->rank, to); break;
-    case REDUCE:
-        if (c->rank == call->root) reduce(c, parity, call, 0, to);
-        break;
-    case BROADCAST:
-        if (c->rank != call->root || from != to) memcpy(to, root->data, each);
-        break;
-    case ALL_TO_ALL:
+    case BROADCAST: memcpy(to, member(c, call->root)->slots[parity].data, each); break;
+    default: /* all-gather, all-to-all */
         for (int rank = 0; rank < c->ranks; rank++)
-            memcpy(to + rank * each, member(c, rank)->slots[parity].data + c->rank * each, each);
-        break;
-    default: /* all-gather */
-        for (int rank = 0; rank < c->ranks; rank++) memcpy(to + rank * each, member(c, rank)->slots[parity].data, each);
+            memcpy(to + rank * each, member(c, rank)->slots[parity].data + first, each);
     }
 }
 
@@ -154,17 +146,16 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
     if (computed && (call->what != BROADCAST || c->rank == call->root)) memcpy(mine->data, from, bytes);
     me->posted = number + 1;
     round = 0;
-    for (int rank = 0; rank < c->ranks; rank++) {
+    for (int rank = 0; rank < c->ranks; rank++)
         while (member(c, rank)->posted < number + 1)
             if ((error = wait_once(c, &round))) return error;
-    }
     error = check(c, parity, call);
     bool kept = call->what == BROADCAST && c->rank == call->root && from == to;
     bool wanted = to && !kept && (call->what != REDUCE || c->rank == call->root);
     if (!error && wanted) {
         bool here = device_of(to) < 0 || writable(to, received_bytes(c, call));
         if (computed && here)
-            deliver(c, parity, call, from, to);
+            deliver(c, parity, call, to);
         else
             zero(to, received_bytes(c, call));
         know(to, received_bytes(c, call), computed && are_known(c, parity, call));

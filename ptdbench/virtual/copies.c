@@ -8,13 +8,6 @@
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-struct range {
-    char *start;
-    size_t bytes;
-    bool ours; /* allocated here, rather than registered by its owner */
-    struct range *next;
-};
-
 /* ---- pinned host memory ---- */
 
 static struct range *pinned;
@@ -22,19 +15,14 @@ static struct range *pinned;
 static void pin(void *address, size_t bytes, bool ours) {
     struct range *new = malloc(sizeof *new);
     pthread_mutex_lock(&lock);
-    *new = (struct range){address, bytes, ours, pinned};
+    *new = (struct range){address, bytes, .next = pinned, .ours = ours};
     pinned = new;
     pthread_mutex_unlock(&lock);
 }
 
 static struct range *unpin(const void *address) {
-    struct range *found = NULL;
     pthread_mutex_lock(&lock);
-    for (struct range **at = &pinned; *at && !found;)
-        if ((*at)->start == address)
-            found = *at, *at = found->next;
-        else
-            at = &(*at)->next;
+    struct range *found = take_out(&pinned, address);
     pthread_mutex_unlock(&lock);
     return found;
 }
@@ -42,8 +30,7 @@ static struct range *unpin(const void *address) {
 /* Whether an address is pinned, and whether it was allocated here. */
 static bool is_pinned(const void *address, bool *ours) {
     pthread_mutex_lock(&lock);
-    struct range *at = pinned;
-    while (at && ((const char *)address < at->start || (const char *)address >= at->start + at->bytes)) at = at->next;
+    const struct range *at = range_of(pinned, address);
     *ours = at && at->ours;
     pthread_mutex_unlock(&lock);
     return at;

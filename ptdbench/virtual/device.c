@@ -38,14 +38,10 @@ const struct device *device(void) {
     return &model;
 }
 
-static bool set(const char *name) {
-    const char *value = getenv(name);
-    return value && *value;
-}
-
 bool alone(void) {
     static int is = -1;
-    return is < 0 ? (is = set("PTDBENCH_VIRTUAL_ALONE")) : is;
+    const char *value = is < 0 ? getenv("PTDBENCH_VIRTUAL_ALONE") : NULL;
+    return is < 0 ? (is = value && *value) : is;
 }
 
 bool computes(const char *kind) {

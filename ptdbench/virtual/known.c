@@ -7,23 +7,23 @@
 
 #include <pthread.h>
 
-struct range {
+struct span {
     const char *start, *end;
-    struct range *next;
+    struct span *next;
 };
 
 /* Buckets by the address of the start in units that no range of copied or computed values exceeds. */
 #define UNIT (16 * MIB)
 #define BUCKETS 16384
-static struct range *ranges[BUCKETS];
+static struct span *ranges[BUCKETS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-static struct range **bucket(uintptr_t unit) { return &ranges[unit % BUCKETS]; }
+static struct span **bucket(uintptr_t unit) { return &ranges[unit % BUCKETS]; }
 
 /* Forgets the ranges that start within some bytes; the caller holds the lock. */
 static void drop(const char *address, size_t bytes) {
     for (uintptr_t unit = (uintptr_t)address / UNIT; unit <= ((uintptr_t)address + bytes - 1) / UNIT; unit++)
-        for (struct range **at = bucket(unit), *r; (r = *at);) {
+        for (struct span **at = bucket(unit), *r; (r = *at);) {
             if (r->start < address || r->start >= address + bytes) {
                 at = &r->next;
                 continue;
@@ -38,17 +38,17 @@ void know(const void *address, size_t bytes, bool is) {
     pthread_mutex_lock(&lock);
     drop(address, bytes < BUCKETS * UNIT ? bytes : BUCKETS * UNIT);
     if (is && bytes <= UNIT) {
-        struct range **at = bucket((uintptr_t)address / UNIT), *new = malloc(sizeof *new);
-        *new = (struct range){address, (const char *)address + bytes, *at};
+        struct span **at = bucket((uintptr_t)address / UNIT), *new = malloc(sizeof *new);
+        *new = (struct span){address, (const char *)address + bytes, *at};
         *at = new;
     }
     pthread_mutex_unlock(&lock);
 }
 
 /* The range in which a byte lies, if any; the caller holds the lock. */
-static const struct range *around(const char *at) {
+static const struct span *around(const char *at) {
     for (uintptr_t unit = (uintptr_t)at / UNIT, i = 0; i < 2; i++)
-        for (const struct range *r = *bucket(unit - i); r; r = r->next)
+        for (const struct span *r = *bucket(unit - i); r; r = r->next)
             if (r->start <= at && at < r->end) return r;
     return NULL;
 }
@@ -57,7 +57,7 @@ bool known(const void *address, size_t bytes) {
     const char *at = address, *end = at + bytes;
     if (device_of(address) < 0) return true;
     pthread_mutex_lock(&lock);
-    for (const struct range *r; at < end && (r = around(at));) at = r->end;
+    for (const struct span *r; at < end && (r = around(at));) at = r->end;
     pthread_mutex_unlock(&lock);
     return at >= end;
 }

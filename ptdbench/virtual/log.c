@@ -28,11 +28,11 @@ static FILE *names;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static size_t count;
 static unsigned starts, thread_count; /* starts: logs of this process so far */
+static unsigned operators; /* that torch has begun since the last record, in any thread: a pass ends without one */
 
 static __thread struct {
     unsigned started, number; /* of the log that the others are of; the thread's number in it */
     double last;              /* microseconds of the processor at its last record */
-    unsigned operators;       /* begun since then */
 } mine;
 
 static double processor_time(void) {
@@ -76,11 +76,12 @@ static void write_record(struct record r, const char *name) {
         double time = processor_time();
         if (mine.started != starts) mine.started = starts, mine.number = ++thread_count, mine.last = time;
         r.thread = mine.number, r.name = number_of(name), r.gap = time - mine.last;
-        r.operators = mine.operators < UINT16_MAX ? mine.operators : UINT16_MAX, r.device = current_device();
+        unsigned begun = __atomic_exchange_n(&operators, 0, __ATOMIC_RELAXED);
+        r.operators = begun < UINT16_MAX ? begun : UINT16_MAX, r.device = current_device();
         fwrite(&r, sizeof r, 1, file);
         if (++count == MOST_RECORDS) fprintf(stderr, "virtual GPU: the log ends here, after %zu records\n", count);
         if (r.kind == 'M') fflush(file), fflush(names); /* a program may be ended after a step */
-        mine.last = processor_time(), mine.operators = 0;
+        mine.last = processor_time();
     }
     pthread_mutex_unlock(&lock);
 }
@@ -102,7 +103,7 @@ void log_call(char kind, unsigned stream, uint64_t object) {
 }
 
 void count_operator(void) {
-    if (file) mine.operators++;
+    if (file) __atomic_fetch_add(&operators, 1, __ATOMIC_RELAXED);
 }
 
 /* ---- what Python calls ---- */
@@ -122,7 +123,7 @@ API int ptdbench_virtual_log(const char *path, const char *facts) {
         if (opened) {
             fprintf(opened, "ptdlog%c%c", VERSION, (int)sizeof(struct record));
             fprintf(names, "%s\n", facts);
-            starts++, count = thread_count = 0, file = opened;
+            starts++, count = thread_count = operators = 0, file = opened;
         } else if (names) {
             fclose(names);
         }

@@ -22,12 +22,18 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* ---- addresses ---- */
 
-struct range {
-    char *start;
-    size_t bytes;
-    int device;
-    struct range *next;
-};
+struct range *take_out(struct range **list, const void *start) {
+    while (*list && (*list)->start != start) list = &(*list)->next;
+    struct range *found = *list;
+    if (found) *list = found->next;
+    return found;
+}
+
+struct range *range_of(struct range *list, const void *address) {
+    const char *at = address;
+    while (list && (at < list->start || at >= list->start + list->bytes)) list = list->next;
+    return list;
+}
 
 static char *base;
 static uint8_t *backed; /* one flag per granule */
@@ -192,14 +198,9 @@ API cudaError_t cudaMalloc(void **address, size_t bytes) {
 
 API cudaError_t cudaFree(void *address) {
     cudaError_t error = ready();
-    struct range *found = NULL;
     if (error || !address) return error;
     pthread_mutex_lock(&lock);
-    for (struct range **at = &allocations; *at && !found;)
-        if ((*at)->start == address)
-            found = *at, *at = found->next;
-        else
-            at = &(*at)->next;
+    struct range *found = take_out(&allocations, address);
     if (found) used[found->device] -= found->bytes;
     pthread_mutex_unlock(&lock);
     if (!found) return cudaErrorInvalidValue;
@@ -224,16 +225,12 @@ API cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
 }
 
 API CUresult cuMemGetAddressRange(CUdeviceptr *start, size_t *bytes, CUdeviceptr address) {
-    CUresult error = CUDA_ERROR_NOT_FOUND;
     pthread_mutex_lock(&lock);
-    for (struct range *at = allocations; at && error; at = at->next) {
-        if ((char *)address < at->start || (char *)address >= at->start + at->bytes) continue;
-        if (start) *start = (CUdeviceptr)at->start;
-        if (bytes) *bytes = at->bytes;
-        error = CUDA_SUCCESS;
-    }
+    const struct range *at = range_of(allocations, (void *)address);
+    if (at && start) *start = (CUdeviceptr)at->start;
+    if (at && bytes) *bytes = at->bytes;
     pthread_mutex_unlock(&lock);
-    return error;
+    return at ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
 /* ---- expandable segments: physical memory and addresses are allocated separately ---- */

@@ -118,23 +118,21 @@ API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 
 API cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
 
-API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+/* The host waits for a stream, an event or the device: nothing is left to wait for. */
+static cudaError_t await(char kind, unsigned stream, uint64_t event, int callback_id) {
     double began = now();
     cudaError_t error = ready();
     if (error) return error;
-    log_call('Y', stream_id(stream), 0);
-    record_call(STREAM_SYNCHRONIZE, began);
+    log_call(kind, stream, event);
+    record_call(callback_id, began);
     return cudaSuccess;
 }
 
-API cudaError_t cudaDeviceSynchronize(void) {
-    double began = now();
-    cudaError_t error = ready();
-    if (error) return error;
-    log_call('D', 0, 0);
-    record_call(DEVICE_SYNCHRONIZE, began);
-    return cudaSuccess;
+API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    return await('Y', stream_id(stream), 0, STREAM_SYNCHRONIZE);
 }
+
+API cudaError_t cudaDeviceSynchronize(void) { return await('D', 0, 0, DEVICE_SYNCHRONIZE); }
 
 /* Host functions run when they are enqueued: earlier work has already taken effect. */
 API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
@@ -178,12 +176,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsi
 
 API cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaSuccess; }
 
-API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    double began = now();
-    log_call('Z', 0, event->id);
-    record_call(EVENT_SYNCHRONIZE, began);
-    return cudaSuccess;
-}
+API cudaError_t cudaEventSynchronize(cudaEvent_t event) { return await('Z', 0, event->id, EVENT_SYNCHRONIZE); }
 
 /* A tick is 0.1 ms: where Inductor times its choices, the first of those with the fewest launches wins, anywhere. */
 API cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {

@@ -76,11 +76,12 @@ static ncclResult_t carry_out(int count) {
         const struct transfer *t = &transfers[i];
         ncclComm_t c = t->comm;
         size_t of_one = t->count * size_of(t->type);
-        count_message(t->what == SEND ? "send" : "recv", of_one);
         uint32_t *number = t->what == SEND ? &c->sent[t->peer] : &c->received[t->peer];
         struct detail detail = {.dims = {c->ranks, c->rank, t->peer}, .dtype = NUMBER_OF(t->type),
                                 .operation = t->what, .sequence = (*number)++, .communicator = c->number};
-        log_work(&(struct work){TRANSFER, NULL, of_one, .detail = detail}, stream_id(t->stream));
+        struct work one = {TRANSFER, NULL, of_one, .operation = t->what == SEND ? "send" : "recv", .detail = detail};
+        count_work(&one);
+        log_work(&one, stream_id(t->stream));
         bytes += of_one;
     }
     ncclComm_t c = transfers[0].comm;

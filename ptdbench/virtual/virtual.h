@@ -59,6 +59,15 @@ bool computes(const char *kind);       /* whether kernels of a kind are computed
 int unanswered(const char *name, int status); /* reports an unimplemented call once; returns its status */
 
 /* memory.c */
+struct range {
+    char *start;
+    size_t bytes;
+    int device;
+    struct range *next;
+    bool ours; /* pinned host memory that was allocated here, rather than registered by its owner */
+};
+struct range *take_out(struct range **list, const void *start);  /* the range that starts there, or NULL */
+struct range *range_of(struct range *list, const void *address); /* the range that an address is in, or NULL */
 int device_of(const void *address);               /* -1: not on a device */
 size_t peak_of_device(int number);                /* most bytes in use at once, the context included */
 bool readable(const void *address, size_t bytes); /* the whole range is on one device */
@@ -135,8 +144,7 @@ bool known(const void *address, size_t bytes);         /* also anything that is 
 
 /* account.c */
 void count_work(const struct work *work);
-void count_copy(bool to_device, size_t bytes);           /* between the host and a device */
-void count_message(const char *operation, size_t bytes); /* the operation lives as long as the process */
+void count_copy(bool to_device, size_t bytes); /* between the host and a device */
 
 /* cupti.c: records for torch's profiler. */
 void record_work(const struct work *work, cudaStream_t stream);

@@ -94,7 +94,7 @@ def test_each_rank_of_a_launcher_has_its_account(virtual, environ, tmp_path):
 
 def test_run_of_ours_needs_and_takes_the_same_under_a_launcher(virtual, environ, tmp_path):
     """Its steps have so many samples that what its loop does between them counts little."""
-    words = ("model=gpt_tiny", "parallel=ddp", "train.steps=4", "train.global_batch=1024", "profile.steps=0")
+    words = ("model=gpt_tiny", "parallel=ddp", "train.steps=4", "train.global_batch=2048", "profile.steps=0")
     own = ("virtual=h100", "cluster.ranks_per_node=2", "hydra.run.dir=run")
     logged = {**environ, "PTDBENCH_VIRTUAL_LOG": str(tmp_path / "logs")}
     assert call(*TORCHRUN[:1], TORCHRUN[-1], *words, *own, cwd=tmp_path, environ=logged).returncode == 0
@@ -205,6 +205,7 @@ def test_interrupt_leaves_nothing(environ, tmp_path):
     (("h100", "--steps", "0", "--", "ls"), "--steps=0: must be a whole number of at least 1"),
     (("h100x2", "--ranks", "0,2", "--", "ls"), "--ranks=0,2: must be different ranks from 0 to 1; try 0"),
     (("h100", "--nodes", "2", "--", "torchrun", "t.py"), "COMMAND=torchrun: --nodes and --ranks start each rank"),
+    (("h100", "--ranks", "0", "--", "x", "-m", "torch.distributed.run"), "COMMAND=x: --nodes and --ranks start each"),
     (("h100", "--", "./missing"), "COMMAND=./missing: cannot be started: No such file or directory"),
 ])  # fmt: skip
 def test_bad_input_is_refused_in_one_sentence(ptdbench, tmp_path, monkeypatch, words, message):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ptdbench.launch import rendezvous
 from ptdbench.launch.world import World, discover
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.virtual.absent import Answers
+from ptdbench.virtual.absent import Answers, Present
 from tests.conftest import ROOT
 from tests.ports import free_port
 from tests.programs import call
@@ -248,6 +248,18 @@ def test_present_ranks_answer_for_absent_ones():
         return [collectives.reduce(numbers, how).tolist() for how in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)]
 
     assert in_each([0, 131, 255], 256, ask) == [[[386.0, -3.0], [255.0, -1.0]]] * 3
+
+
+def test_the_nearest_rank_that_sends_as_far_answers_for_an_absent_stage():
+    store, stages = dist.HashStore(), [4, 5, 6, 7]
+    first, last = (Present([4, 7], rank, store) for rank in (4, 7))
+    for shape in ("hidden", "logits"):
+        first.send(shape, 1, stages)
+    last.send("gradient", -1, stages)
+    assert [last.receive(1, stages) for _ in range(2)] == ["hidden", "logits"]
+    assert first.receive(-1, stages) == "gradient"
+    with pytest.raises(RuntimeError, match="run the first and last stage, --ranks 4,7"):
+        Present([4], 4, store).receive(-1, stages)
 
 
 def test_store_answers_for_absent_ranks():
