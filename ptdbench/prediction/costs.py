@@ -43,7 +43,7 @@ _STREAMED, _LINK = 0.85, 0.8
 #: How much slower a product is that accumulates in, and writes, fp32; and attention with heads of at most 64, a guess.
 _WIDE_RESULT, _NARROW_HEADS = 1 / 0.93, 1 / 0.75
 
-#: How much slower an fp8 product is than one of bf16 with half of its inner dimension. AIConfigurator's tables of fp8,
+#: By how much an fp8 product exceeds half the seconds of one in bf16, beside its depth. AIConfigurator's tables of fp8,
 #: less the seconds of quantizing, have 1.13, 1.15, 1.16, 1.23 and 1.26 in the median from 1e11 FLOPs on (5 % apart);
 #: their shapes are 16 % apart, and a step has some four.
 _FP8 = 1.16
@@ -100,16 +100,6 @@ class Measured:
         return math.exp(total / weights) if weights else None
 
 
-@cache
-def _products(kind: str) -> Measured:
-    """Return what a kind of device reaches in products of bf16, from the tables."""
-    rows = [row for row in _table("products") if row["kind"] == kind]
-    rates = [
-        ((int(row["m"]), int(row["n"]), int(k)), float(row[k]) * 1e12) for row in rows for k in row if k.isdecimal()
-    ]
-    return Measured({("products", "bf16"): rates})
-
-
 @dataclass(frozen=True)
 class Costs:
     """The costs of a device."""
@@ -162,20 +152,18 @@ class Costs:
         m, n, k, batch = (int(size) for size in record["dims"][:4])
         dtype, result = DTYPES[record["dtype"]], DTYPES[record["result"]]
         name = _PEAKS.get(dtype, "fp32")
-        rate = self.measured.rate("products", name, m, n, k) or self._rate(name, m, n, k)
+        rate = self.measured.rate("products", name, m, n, k) or self._rate(name, k)
         flops = 2.0 * m * n * k * max(batch, 1)
         slower = _WIDE_RESULT if name in ("bf16", "fp16") and result == "float32" else 1.0
         moved = max(batch, 1) * ((m * k + k * n) * _BYTES.get(dtype, 2) + m * n * _BYTES.get(result, 2))
         return KERNEL + max(slower * flops / rate, moved / (_STREAMED * self.device.bandwidth))
 
-    def _rate(self, name: str, m: int, n: int, k: int) -> float:
-        """Return the FLOP/s of products by the tables: those of bf16 with the ``k`` that takes as long at the peaks."""
-        peaks = self.device.peaks
-        if not (peak := peaks.get(name)):
+    def _rate(self, name: str, k: int) -> float:
+        """Return the FLOP/s of products by the tables; those of fp8 are slower, and twice the depth slows them."""
+        if not (peak := self.device.peaks.get(name)):
             raise NoCosts(f"no costs of products in {name} on {self.device.name}")
-        ratio = peak / peaks["bf16"]
-        of_bf16 = _products(self.figures["products"]).rate("products", "bf16", m, n, round(k / ratio)) or 0.0
-        return float(self.figures["level"]) * of_bf16 * ratio / (_FP8 if name == "fp8" else 1.0)
+        slower, deeper = (_FP8, 2) if name == "fp8" else (1.0, 1)
+        return float(self.figures["products"]) * peak / slower * k / (k + float(self.figures["depth"]) * deeper)
 
     def _attention(self, record: Any, is_flash: bool) -> float:
         """Return the seconds of attention, by the share of the peak that its length reaches."""
@@ -186,7 +174,7 @@ class Costs:
         of_pass = "forward" if products == 2 else "backward"
         if rate := self.measured.rate("attention", of_pass, keys):
             return KERNEL + slower * flops / rate
-        kind, level = self.figures["attention"], float(self.figures["level"])
+        kind, level = self.figures["attention"], float(self.figures["attention_level"])
         if is_flash and kind == "H200":
             kind = "flash"
         rows = [row for row in _table("attention") if row["kind"] == kind]
