@@ -9,13 +9,13 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from benchmarks.rank import on_ranks
-from benchmarks.script import judged, keep, options, read
+from benchmarks.ratio import ratio_of_medians
+from benchmarks.script import judged, keep, options, read, spread
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.state import TrainingState
 from ptdbench.job import Job
@@ -45,25 +45,20 @@ def main() -> int:
         f"train.global_batch={args.batch}", "train.max_minutes=null", f"cluster.cpus_per_rank={args.threads}",
     )  # fmt: skip
     figures = on_ranks(run, _measure, args.pairs, args.every, within=args.directory)
-    steps = statistics.median(figures["beside"]) / statistics.median(figures["plain"])
+    steps = ratio_of_medians(figures["beside"], figures["plain"])
     stall = statistics.median(figures["stalls"]) / statistics.median(figures["blocking"])
     print(
         f"{args.model} single, {args.tokens} tokens, {args.threads} threads, {figures['bytes'] / 1e9:.2f} GB "
-        f"every {args.every} steps: {args.pairs} segments of each kind"
+        f"every {args.every} steps: {args.pairs} segments of each kind; seconds"
     )
-    print(f"  step without checkpoints  {_milliseconds(figures['plain'])}")
-    print(f"  step beside checkpoints   {_milliseconds(figures['beside'])}")
-    is_light = judged(f"    ratio of medians {steps:.4f}", f"at most {STEP_LIMIT}", steps <= STEP_LIMIT)
-    print(f"  blocking save             {_milliseconds(figures['blocking'])}")
-    print(f"  stall, second save and on {_milliseconds(figures['stalls'])}")
+    print(f"  step without checkpoints  {spread(figures['plain'])}")
+    print(f"  step beside checkpoints   {spread(figures['beside'])}")
+    is_light = judged(f"    ratio of medians {steps}", f"at most {STEP_LIMIT}", steps.value <= STEP_LIMIT)
+    print(f"  blocking save             {spread(figures['blocking'])}")
+    print(f"  stall, second save and on {spread(figures['stalls'])}")
     is_short = judged(f"    ratio of medians {stall:.4f}", f"below {STALL_LIMIT}", stall < STALL_LIMIT)
-    keep("checkpoints", f"{stall:.3f}; {steps:.3f}")
+    keep("checkpoints", f"{stall:.3f}; {steps.value:.3f}")
     return int(not (is_light and is_short))
-
-
-def _milliseconds(seconds: Sequence[float]) -> str:
-    low, median, high = (value * 1e3 for value in (min(seconds), statistics.median(seconds), max(seconds)))
-    return f"{median:9.1f} ms (median of {len(seconds)}, {low:.1f} to {high:.1f})"
 
 
 def _measure(job: Job, pairs: int, every: int) -> dict[str, Any]:

@@ -36,3 +36,14 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     resampled = [left[draw].sum() / right[draw].sum() for draw in draws]
     low, high = np.quantile(resampled, (0.025, 0.975)).tolist()
     return Ratio(float(left.sum() / right.sum()), low, high)
+
+
+def ratio_of_medians(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """Return the median of ``a`` over that of ``b``, which need not be paired, with a percentile bootstrap."""
+    generator = np.random.default_rng(0)
+
+    def resampled(values: Sequence[float]) -> float:
+        return float(np.median(generator.choice(values, len(values))))
+
+    low, high = np.quantile([resampled(a) / resampled(b) for _ in range(4000)], (0.025, 0.975)).tolist()
+    return Ratio(float(np.median(a) / np.median(b)), low, high)

@@ -89,8 +89,10 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 
 #: Programs that start ranks.
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
-_LAUNCHERS += ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_LAUNCHERS = (
+    *("torchrun", "accelerate", "deepspeed", "mpirun", "srun"),
+    *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
+)
 
 
 def _ranks(text: str, size: int) -> list[int]:
