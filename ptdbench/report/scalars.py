@@ -16,7 +16,6 @@ from ptdbench.problems import as_typed
 from ptdbench.profiling.phases import PHASES
 from ptdbench.records import ledger, series
 from ptdbench.records.effects import short_names
-from ptdbench.records.load import SERIES, Run
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Evaluation
 from ptdbench.records.store import Damaged
@@ -56,8 +55,8 @@ def remaining(directory: Path, record: RunRecord, shown: int = 0, evaluated: int
     ranks), ``step/learning_rate``, ``step/data_wait_share``, ``step/gradient_norm`` if gradients are clipped. Per
     evaluation: ``validation/...``. At the last step: ``step_seconds/<phase>`` of the mean step.
     """
-    run, first = Run(record, directory), record.first_step
-    columns = {column: run.series(name)[first:] for name, column in SERIES.items() if column in _SHOWN}
+    first, blocks = record.first_step, [*series.blocks(directory / series.NAME)]
+    columns = {name: series.column(blocks, name)[first:] for name in _SHOWN}
     points, end = _curves(record, first, columns, record.evaluations, _started(record), shown, evaluated)
     return points + _phases(record, end)
 

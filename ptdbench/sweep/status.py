@@ -97,12 +97,14 @@ def settle(directory: Path) -> Sweep:
         records |= {job.directory: record_of(directory / job.directory) for job in gone}
     ended = {job.directory for job in gone}
     runs = [
-        _submitted(directory, job, queue.get(job.id or ""), records.pop(job.directory), job.directory in ended)
+        _submitted(directory, job, queue.get(job.id or ""), records[job.directory], job.directory in ended)
         for job in jobs
     ]
+    submitted = {job.directory for job in jobs}
     for name, record in records.items():
-        shown = directory.resolve().name if name == "." else name
-        runs.append(Run(shown, None, None, record, not record.is_open, read_progress(directory / name)))
+        if name not in submitted:
+            shown = directory.resolve().name if name == "." else name
+            runs.append(Run(shown, None, None, record, not record.is_open, read_progress(directory / name)))
     if not runs:
         raise FileNotFoundError(directory)
     goes_on = store.is_locked(directory)
