@@ -16,7 +16,7 @@ import torch
 
 from ptdbench.data import sampling
 from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images, missing_folder
-from ptdbench.data.sampling import Epochs, draws
+from ptdbench.data.sampling import draws
 from ptdbench.launch.settings import own_cores
 from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
 
@@ -117,7 +117,7 @@ class ImageFolder(Images):
         Raises:
             ValueError: A file cannot be read as an image; the message names it.
         """
-        chosen = self._epochs.indices(start, stop)
+        chosen = sampling.shuffled(len(self._training), self.seed, start, stop)
         chances = draws(self.seed, start, stop).tolist()
         paths, labels = zip(*(self._training.samples[index] for index in chosen), strict=True) if chances else ((), ())
         images = [
@@ -147,10 +147,6 @@ class ImageFolder(Images):
         from torchvision.transforms import v2
 
         return v2.Compose([v2.Resize(self.image_size * 256 // 224), v2.CenterCrop(self.image_size)])
-
-    @cached_property
-    def _epochs(self) -> Epochs:
-        return Epochs(len(self._training), self.seed)
 
     @cached_property
     def _training(self) -> datasets.ImageFolder:
