@@ -87,11 +87,14 @@ class ImageFolder(Images):
         """The center crops of the images in ``val``; ``None`` if there is no such folder."""
         if (files := self._held_out) is None:
             return None
+        from torchvision.transforms import v2
+
+        middle = v2.Compose([v2.Resize(self.image_size * 256 // 224), v2.CenterCrop(self.image_size)])
 
         def middles(start: int, stop: int) -> Batch:
             # Threads suffice: nothing is drawn here, and decoding releases the GIL.
             with ThreadPoolExecutor(max(self.workers, 1)) as threads:
-                images = list(threads.map(lambda sample: read(sample[0], self._middle), files.samples[start:stop]))
+                images = list(threads.map(lambda sample: read(sample[0], middle), files.samples[start:stop]))
             return self.batch(images), torch.tensor(files.targets[start:stop])
 
         return HeldOutPart(len(files), middles)
@@ -141,12 +144,6 @@ class ImageFolder(Images):
         generator = torch.Generator().manual_seed(chance)
         image = functional.resized_crop(image, *_crop(image.width, image.height, generator), [self.image_size] * 2)
         return image if torch.rand(1, generator=generator) >= 0.5 else functional.horizontal_flip(image)
-
-    @cached_property
-    def _middle(self) -> Transform:
-        from torchvision.transforms import v2
-
-        return v2.Compose([v2.Resize(self.image_size * 256 // 224), v2.CenterCrop(self.image_size)])
 
     @cached_property
     def _training(self) -> datasets.ImageFolder:
