@@ -68,12 +68,15 @@ def _measure(job: Job, pairs: int, every: int) -> dict[str, Any]:
     asynchronous = Saver(job.directory / "asynchronous", keep=1)
     blocking = Saver(job.directory / "blocking", keep=1, asynchronous=False)
     steps: dict[bool, list[float]] = {False: [], True: []}
+    stalls: dict[Saver, list[float]] = {asynchronous: [], blocking: []}
 
     def tensors() -> dict[str, Tensor]:
         return state.collect(with_buffers=True)
 
     def save(saver: Saver) -> None:
-        saver.save(len(loop.losses), tensors(), {}, {})
+        content, started = tensors(), time.perf_counter()
+        saver.save(len(loop.losses), content, {}, {})
+        stalls[saver].append(time.perf_counter() - started)
 
     for _ in range(WARMUP):
         loop.step()
@@ -92,8 +95,8 @@ def _measure(job: Job, pairs: int, every: int) -> dict[str, Any]:
         save(blocking)
     assert not asynchronous.problems + blocking.problems
     return {
-        "plain": steps[False], "beside": steps[True], "stalls": asynchronous.stall_seconds[1:],
-        "blocking": blocking.stall_seconds, "bytes": sum(tensor.nbytes for tensor in tensors().values()),
+        "plain": steps[False], "beside": steps[True], "stalls": stalls[asynchronous][1:],
+        "blocking": stalls[blocking], "bytes": sum(tensor.nbytes for tensor in tensors().values()),
     }  # fmt: skip
 
 

@@ -12,7 +12,6 @@ import torch
 
 from ptdbench.data import sampling
 from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images
-from ptdbench.data.sampling import Epochs
 from ptdbench.problems import Problem, try_these
 
 
@@ -63,7 +62,7 @@ class ImageArrays(Images):
 
     def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``."""
-        chosen = self._epochs.indices(start, stop)
+        chosen = sampling.shuffled(len(self._training.labels), self.seed, start, stop)
         images = sampling.shifted(
             self._training.images[chosen], seed=self.seed, start=start, padding=self.padding, flip=self.flip
         )
@@ -84,10 +83,6 @@ class ImageArrays(Images):
                 rule = f"the model's must match these images, {needed}"
                 problems.append(Problem(option, value, rule, try_these([f"model.{option}={needed}"])))
         return problems
-
-    @cached_property
-    def _epochs(self) -> Epochs:
-        return Epochs(len(self._training.labels), self.seed)
 
     @cached_property
     def _training(self) -> Labeled:

@@ -16,7 +16,7 @@ import torch
 
 from ptdbench.data import sampling
 from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images, missing_folder
-from ptdbench.data.sampling import Epochs, draws
+from ptdbench.data.sampling import draws
 from ptdbench.launch.settings import own_cores
 from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
 
@@ -87,11 +87,14 @@ class ImageFolder(Images):
         """The center crops of the images in ``val``; ``None`` if there is no such folder."""
         if (files := self._held_out) is None:
             return None
+        from torchvision.transforms import v2
+
+        middle = v2.Compose([v2.Resize(self.image_size * 256 // 224), v2.CenterCrop(self.image_size)])
 
         def middles(start: int, stop: int) -> Batch:
             # Threads suffice: nothing is drawn here, and decoding releases the GIL.
             with ThreadPoolExecutor(max(self.workers, 1)) as threads:
-                images = list(threads.map(lambda sample: read(sample[0], self._middle), files.samples[start:stop]))
+                images = list(threads.map(lambda sample: read(sample[0], middle), files.samples[start:stop]))
             return self.batch(images), torch.tensor(files.targets[start:stop])
 
         return HeldOutPart(len(files), middles)
@@ -117,7 +120,7 @@ class ImageFolder(Images):
         Raises:
             ValueError: A file cannot be read as an image; the message names it.
         """
-        chosen = self._epochs.indices(start, stop)
+        chosen = sampling.shuffled(len(self._training), self.seed, start, stop)
         chances = draws(self.seed, start, stop).tolist()
         paths, labels = zip(*(self._training.samples[index] for index in chosen), strict=True) if chances else ((), ())
         images = [
@@ -141,16 +144,6 @@ class ImageFolder(Images):
         generator = torch.Generator().manual_seed(chance)
         image = functional.resized_crop(image, *_crop(image.width, image.height, generator), [self.image_size] * 2)
         return image if torch.rand(1, generator=generator) >= 0.5 else functional.horizontal_flip(image)
-
-    @cached_property
-    def _middle(self) -> Transform:
-        from torchvision.transforms import v2
-
-        return v2.Compose([v2.Resize(self.image_size * 256 // 224), v2.CenterCrop(self.image_size)])
-
-    @cached_property
-    def _epochs(self) -> Epochs:
-        return Epochs(len(self._training), self.seed)
 
     @cached_property
     def _training(self) -> datasets.ImageFolder:

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from ptdbench.data.protocol import Batch, Data
-from ptdbench.data.sampling import Epochs
+from ptdbench.data.sampling import shuffled
 from ptdbench.nested import map_tensors, tensors
 from ptdbench.problems import Problem, first_line, require
 
@@ -46,7 +46,7 @@ class Wrapped(Data):
 
     def __init__(self, source: Any, seed: int) -> None:
         self._source = source
-        self._epochs = None if hasattr(source, "samples") else Epochs(len(source), seed)
+        self._seed = seed
         self.workers = getattr(source, "workers", 0)
 
     @property
@@ -56,9 +56,10 @@ class Wrapped(Data):
 
     def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``; raise TypeError or ValueError if they are no batch."""
-        if self._epochs is None:
+        if hasattr(self._source, "samples"):
             return _batch(self._source.samples(start, stop), stop - start)
-        items = [self._source[int(place)] for place in self._epochs.indices(start, stop)]
+        order = shuffled(len(self._source), self._seed, start, stop)
+        items = [self._source[int(place)] for place in order]
         shapes = [[tuple(tensor.shape) for tensor in tensors(item)] for item in items]
         if different := next((shape for shape in shapes if shape != shapes[0]), None):
             raise ValueError(f"its samples differ in shape: {shapes[0]} and {different}")

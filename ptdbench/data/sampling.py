@@ -40,27 +40,22 @@ def draws(seed: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
 Indices = npt.NDArray[np.int64]
 
 
-class Epochs:
-    """The order in which a stream repeatedly goes through a data set.
+def shuffled(count: int, seed: int, start: int, stop: int) -> Indices:
+    """Return the items of samples ``start`` to ``stop - 1`` of a stream that repeatedly goes through a data set.
 
     Sample ``k`` is number ``k % count`` of epoch ``k // count``, in the order that torch's ``DistributedSampler`` with
     ``shuffle=True`` and the same seed gives a single replica after ``set_epoch(k // count)``. As the layout splits each
     global batch over the ranks, nothing is padded or dropped: every epoch has each item exactly once, and a batch may
     span two epochs.
+
+    Returns:
+        int64 of shape ``(stop - start,)``, below ``count``, which is at least one.
     """
-
-    def __init__(self, count: int, seed: int) -> None:
-        """Set the number of items, at least one, and the seed."""
-        self._count = count
-        self._seed = seed
-
-    def indices(self, start: int, stop: int) -> Indices:
-        """Return the items of samples ``start`` to ``stop - 1``: int64, shape ``(stop - start,)``, below ``count``."""
-        stretches = [np.empty(0, np.int64)]
-        for epoch in range(start // self._count, -(-stop // self._count)):
-            first = epoch * self._count
-            stretches.append(_order(self._count, self._seed, epoch)[max(start - first, 0) : stop - first])
-        return np.concatenate(stretches)
+    stretches = [np.empty(0, np.int64)]
+    for epoch in range(start // count, -(-stop // count)):
+        first = epoch * count
+        stretches.append(_order(count, seed, epoch)[max(start - first, 0) : stop - first])
+    return np.concatenate(stretches)
 
 
 @lru_cache(maxsize=2)  # for access that alternates between two epochs

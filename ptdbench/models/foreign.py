@@ -61,8 +61,8 @@ from torch.nn.parameter import is_lazy
 from ptdbench.models import plans
 from ptdbench.models.blocks import repeated
 from ptdbench.models.flops import Flops, count_train_flops
-from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss, module_of
-from ptdbench.models.stages import NoStages, Runner, Stages
+from ptdbench.models.protocol import FlopsUnknown, Model, Role, Runs, default_loss, module_of
+from ptdbench.models.stages import NoStages, Stages
 from ptdbench.models.trial import failure, widen_scalars
 from ptdbench.problems import Problem, first_line, require
 
@@ -194,12 +194,12 @@ class Adapted(nn.Module):
             return _prefixed(parts())
         return self._stages.parts(self.module, PREFIX) if self._stages else None
 
-    def runner(self, names: Sequence[str]) -> Runner | None:
+    def runner(self, names: Sequence[str]) -> Runs | None:
         """See :func:`ptdbench.models.protocol.runner`."""
         if self._method("parts") or not self._stages:
             return None
         start = [*self._stages.parts(self.module, PREFIX)].index(names[0])
-        return Runner(self._stages, self.module, range(start, start + len(names)), self._run, PREFIX)
+        return self._stages.runner(self.module, range(start, start + len(names)), self._run, PREFIX)
 
     @cached_property
     def _stages(self) -> Stages | None:

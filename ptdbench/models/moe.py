@@ -121,10 +121,13 @@ class MoE(Decoder):
         self.experts = experts
         self.active = active
 
+    def _unmet(self, module: nn.Module) -> int:
+        routed = sum(p.numel() for part in module.modules() if isinstance(part, Experts) for p in part.parameters())
+        return routed // self.experts * (self.experts - self.active)
+
     def _multiplied(self, block: nn.Module) -> float:
         """Count, of the experts, only those that a token chooses, even if it is dropped."""
-        routed = sum(p.numel() for part in block.modules() if isinstance(part, Experts) for p in part.parameters())
-        return super()._multiplied(block) - routed // self.experts * (self.experts - self.active)
+        return super()._multiplied(block) - self._unmet(block)
 
     def _pair_flops(self) -> float:
         return 2.0 * self.sequence_length**2 * self.pair_width

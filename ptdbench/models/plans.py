@@ -126,7 +126,7 @@ class _Calls:
                 yield name, part, calls[0][0][0]
 
     def units(self, name: str, group: _Group, features: int) -> int:
-        """Return the largest number of parts of a group of which the module around it can compute a single one.
+        """Return the largest number of parts into which a group splits so that the module around it computes one alone.
 
         It is a divisor of ``features``: all of them in an MLP, and in attention the number of heads, of keys if fewer.
         """

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from ptdbench.models.protocol import Piece
+from ptdbench.models.protocol import Piece, Runs
 from ptdbench.models.shell import Shell
 from ptdbench.models.state import Modes
 from ptdbench.models.tape import Diverged, Like, Pass, Recorder, Replay, Same, Stopped, Tape, combined
@@ -118,6 +118,28 @@ class Stages:
             else torch.zeros((), dtype=weight.dtype).expand(weight.shape)
             for name, weight in ((name, module.get_parameter(name)) for name in self._loose)
         }
+
+    def runner(self, module: nn.Module, places: range, run: Run, prefix: str) -> Runs:
+        """Return a function that runs pieces of a module in a row, as a stage of a pipeline does.
+
+        Args:
+            module: The module.
+            places: The numbers of the pieces.
+            run: Runs the module.
+            prefix: Prefix of names in the stage.
+        """
+        shell = self.shell(module)
+
+        def run_pieces(holder: nn.Module, arrived: Sequence[Tensor], inputs: Any, targets: Tensor | None) -> Any:
+            first = first_tensor(inputs)
+            weights = self.weights(module, places, holder, prefix)
+            within = self.pass_of(module.training, places, arrived, len(first), first.device)
+            try:
+                return shell.run(within, weights, first.device, lambda: run(shell.module, inputs, targets))
+            except Stopped as stopped:
+                return tuple(stopped.values)
+
+        return run_pieces
 
     def _member(self, module: nn.Module, name: str) -> nn.Module:
         if name not in self._loose:
@@ -225,41 +247,6 @@ class Stages:
         slopes = [torch.autograd.grad(loss, root)[0] if loss.requires_grad else torch.zeros(()) for loss in losses]
         if not all(torch.equal(*map(torch.nan_to_num, pair)) for pair in (losses, slopes)):
             raise Diverged("its pieces, one after the other, compute something else")
-
-
-class Runner:
-    """Runs pieces of a module in a row, as a stage of a pipeline does.
-
-    Args:
-        stages: All pieces of the module.
-        module: The module.
-        places: The numbers of the pieces.
-        run: Runs the module.
-        prefix: Prefix of names in the stage.
-    """
-
-    def __init__(self, stages: Stages, module: nn.Module, places: range, run: Run, prefix: str) -> None:
-        self._stages, self._module, self._places, self._run, self._prefix = stages, module, places, run, prefix
-        self._shell = stages.shell(module)
-
-    def __call__(self, holder: nn.Module, arrived: Sequence[Tensor], inputs: Any, targets: Tensor | None) -> Any:
-        """Return the values to send, or of the last stage the outputs, or with targets the loss.
-
-        Args:
-            holder: Holds the weights of the pieces under their full names.
-            arrived: What the stage before has sent.
-            inputs: The inputs of the module.
-            targets: Its targets, or ``None``.
-        """
-        first = first_tensor(inputs)
-        weights = self._stages.weights(self._module, self._places, holder, self._prefix)
-        within = self._stages.pass_of(self._module.training, self._places, arrived, len(first), first.device)
-        try:
-            return self._shell.run(
-                within, weights, first.device, lambda: self._run(self._shell.module, inputs, targets)
-            )
-        except Stopped as stopped:
-            return tuple(stopped.values)
 
 
 class Loose(nn.Module):

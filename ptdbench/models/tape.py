@@ -69,7 +69,7 @@ class Pass(TorchFunctionMode):
         self._token = object()  # of this pass: the marks of others are void
 
     def event(self, operation: Any, run: Callable[[], Any], leaves: Sequence[Any]) -> Any:
-        """Handle an operation on these arguments; return what it returns."""
+        """Handle an operation on these arguments, and return its result."""
         raise NotImplementedError
 
     def follow(self, returned: Any) -> Any:
@@ -231,7 +231,7 @@ class Replay(Pass):
         self._empty = samples, next(iter(dtypes), torch.float32), device
 
     def event(self, operation: Any, run: Callable[[], Any], leaves: Sequence[Any]) -> Any:
-        """Compute the event, or return what stands for its result; raise Stopped at the last one."""
+        """Compute the event, or return a stand-in for its result; raise Stopped at the last one."""
         number = self.count
         if number == self._stop and self._is_next(operation):
             raise Stopped([tensor for tensor in self._departing.values() if tensor is not None])

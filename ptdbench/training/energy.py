@@ -44,7 +44,7 @@ class Counted:
 
 
 class Gpu:
-    """One GPU with its memory, by NVML's ``uuid``, and what limited its clocks; ``nvml`` replaces ``pynvml``."""
+    """The energy of the GPU with NVML's ``uuid``, and what limited its clocks; ``nvml`` stands in for ``pynvml``."""
 
     def __init__(self, host: str, uuid: str, nvml: Any = None) -> None:
         self.device = f"{uuid} of {host}"

@@ -8,6 +8,7 @@ from torchvision.transforms import v2
 
 from ptdbench.data import image_folder
 from ptdbench.data.image_folder import ImageFolder
+from ptdbench.data.sampling import shuffled
 from tests.data.made import image_files
 from tests.refusals import Abridged, refusal_of
 
@@ -44,7 +45,7 @@ class TestSamples:
 
     def test_equal_torchvisions_transforms(self, collection):
         data, paths = images(collection), sorted((collection / "train").glob("*/*.png"))
-        wanted, order = [], data._epochs.indices(30, 42).tolist()  # of two epochs
+        wanted, order = [], shuffled(len(data._training), data.seed, 30, 42).tolist()  # of two epochs
         for index, chance in zip(order, image_folder.draws(5, 30, 42).tolist(), strict=True):
             torch.manual_seed(chance)
             wanted.append(transformed([paths[index]], v2.RandomResizedCrop(32), v2.RandomHorizontalFlip()))

@@ -3,7 +3,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from ptdbench.data import sampling
-from ptdbench.data.sampling import Epochs, draws
+from ptdbench.data.sampling import draws, shuffled
 
 
 def test_matches_the_published_outputs_of_splitmix64():
@@ -30,14 +30,14 @@ def orders(count, seed, number):
 
 @pytest.mark.parametrize(("count", "seed"), [(7, 0), (10, 3), (1, 0)])
 def test_order_equals_distributed_sampler(count, seed):
-    indices = Epochs(count, seed).indices(0, 5 * count)
+    indices = shuffled(count, seed, 0, 5 * count)
     assert indices.dtype == np.int64
     assert indices.tolist() == orders(count, seed, 5)
 
 
 def test_large_seeds_differ():
     # torch's generator is seeded with 64 bits, and makes use of 32 of them
-    orders_of = {tuple(Epochs(50, seed).indices(100, 150)) for seed in (0, 1, 2**63 - 1, 2**64 - 7, 2**64 + 17)}
+    orders_of = {tuple(shuffled(50, seed, 100, 150)) for seed in (0, 1, 2**63 - 1, 2**64 - 7, 2**64 + 17)}
     assert len(orders_of) == 5
 
 
@@ -50,16 +50,14 @@ def test_epoch_order_is_computed_once(monkeypatch):
             super().set_epoch(epoch)
 
     monkeypatch.setattr(sampling, "DistributedSampler", Counting)
-    stream = Epochs(10, 987654)
     for start in range(0, 40, 4):
-        stream.indices(start, start + 4)
+        shuffled(10, 987654, start, start + 4)
     assert made == [0, 1, 2, 3]
     for start in (31, 28, 31, 28):
-        stream.indices(start, start + 4)
+        shuffled(10, 987654, start, start + 4)
     assert made == [0, 1, 2, 3]
 
 
 def test_indices_are_copies():
-    stream = Epochs(9, 1)
-    stream.indices(0, 9)[:] = 0
-    assert stream.indices(0, 9).tolist() == orders(9, 1, 1)
+    shuffled(9, 1, 0, 9)[:] = 0
+    assert shuffled(9, 1, 0, 9).tolist() == orders(9, 1, 1)

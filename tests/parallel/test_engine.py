@@ -86,15 +86,15 @@ def test_rehearsal_restores_expanded_and_late_buffers(made_in):
 
 def test_rehearsal_counts_no_choices():
     routing = Routing.__new__(Routing)  # of no ranks: only what it counts
-    routing._totals, routing._taken = {"router": torch.tensor([3.0, 4.0])}, array("d", [7.0])
+    routing._totals, routing._loads = {"router": torch.tensor([3.0, 4.0])}, array("d", [7.0])
 
     def settle():
         routing._totals["router"] = routing._totals["router"] + 1
-        routing._taken.append(2.0)
+        routing._loads.append(2.0)
 
     inputs, targets = torch.randn(6, 4), torch.randn(6, 2)
     whole = engine(toy(), 3, settles_after=2, routing=routing, settle=settle)
     whole.rehearse(inputs, targets, unscaled)
-    assert (routing._totals["router"].tolist(), routing._taken.tolist()) == ([3.0, 4.0], [7.0])
+    assert (routing._totals["router"].tolist(), routing._loads.tolist()) == ([3.0, 4.0], [7.0])
     whole.gradients(inputs, targets, unscaled)
-    assert (routing._totals["router"].tolist(), routing._taken.tolist()) == ([4.0, 5.0], [7.0, 2.0])
+    assert (routing._totals["router"].tolist(), routing._loads.tolist()) == ([4.0, 5.0], [7.0, 2.0])

@@ -159,7 +159,9 @@ FAULTS: Faults = {
         after(context, "all_to_all_single_autograd", lambda sent: torch.cat(sent.tensor_split(2)[::-1])), "context"),
     "gradients not averaged over context ranks": (
         lambda: of(mesh := mesh_of(Strategy(**LAYOUTS["context"][0]).dims(4)), "dp_cp", mesh.dp)(), "context"),
-    "ring positions numbered as one contiguous piece": (of(context, "_is_paired", lambda _: False), "ring"),
+    "ring positions numbered as one contiguous piece": (
+        of(context, "positions_of", lambda mesh, _: context.Positions(mesh.size(), mesh.get_local_rank(), False)),
+        "ring"),
     "gradients of a weight on two stages not summed": (of(pipelined, "add_up_shared", lambda *_: None), "pipeline"),
     "gradient norm counts a shared weight twice": (of(pipelined.Pipelined, "gradient_norm", counted_twice), "pipeline"),
     "gradient norm of the local stage only": (
