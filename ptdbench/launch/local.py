@@ -83,10 +83,6 @@ class RankDied(Exception):
     #: killed one. The others have been ended since.
     exit_codes: Mapping[int, int]
 
-    def __str__(self) -> str:
-        failed = ((rank, code) for rank, code in self.exit_codes.items() if code)
-        return "; ".join(f"rank {rank} ended with exit status {code}" for rank, code in failed)
-
 
 class LaunchError(Exception):
     """The ranks could not be started, or lost the fork server that they depend on. None of them is left running."""

@@ -19,7 +19,7 @@ def bind_to_share(world: World, cores_per_rank: Any) -> None:
 
     ``cores_per_rank`` is a number, or ``auto`` for an equal share.
     """
-    identity = node(os.environ), boot_id()  # several virtual machines may be called localhost
+    identity = node(os.environ), machine()  # several virtual machines may be called localhost
     of_all: list[tuple[tuple[str, str], settings.Cores]] = gather((identity, settings.own_cores()))
     neighbors = [rank for rank, (machine, _) in enumerate(of_all) if machine == identity]
     of_neighbors, place = [of_all[rank][1] for rank in neighbors], neighbors.index(world.rank)
@@ -50,11 +50,6 @@ def node(environ: Mapping[str, str]) -> str:
 
 def machine() -> str:
     """Return an identifier of this machine, the same in all its containers: several hosts may be named localhost."""
-    return boot_id() or socket.gethostname()
-
-
-def boot_id() -> str:
-    """Return the identifier of this boot of this machine's kernel; empty if it cannot be read."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text()
-    return ""
+    return socket.gethostname()

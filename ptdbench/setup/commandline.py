@@ -4,7 +4,6 @@ It uses Hydra's internals for the grammar of its flags, and for how ``--config-d
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from hydra._internal.utils import get_args_parser  # there is no public parser: 
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import ListConfig, OmegaConf
 
@@ -56,9 +56,8 @@ def search_in(folder: Path) -> None:
 
 
 def quoted(text: str) -> str:
-    """Quote a value for Hydra, where a backslash escapes a quote, and itself only in front of a quote."""
-    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
-    return f"'{escaped}'"
+    """Quote a value for Hydra."""
+    return QuotedString(text, Quote.single).with_quotes()
 
 
 def has_list(overrides: Iterable[str]) -> bool:

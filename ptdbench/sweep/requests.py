@@ -36,7 +36,7 @@ def of_machine(composed: Composed, world: World | None, goes_on: Path | None = N
     Raises:
         ConfigError: None of them can run.
     """
-    return _runnable(_checked(setup_runs.of(composed), None, world, goes_on))
+    return _checked(composed, None, world, goes_on)
 
 
 def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Run]:
@@ -53,7 +53,7 @@ def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Run]:
         if isinstance(read.cluster, Slurm):
             problems.problems += container.check(read.cluster.container)
     problems.close()
-    return _runnable(_checked(setup_runs.of(composed), [shape for shape in shapes if shape], None, goes_on))
+    return _checked(composed, [shape for shape in shapes if shape], None, goes_on)
 
 
 def of_search(run: Run) -> Run:
@@ -98,14 +98,19 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
 
 @proof.in_one_process()
 def _checked(
-    runs: Sequence[Run], shapes: Sequence[Shape] | None, world: World | None, goes_on: Path | None
+    composed: Composed, shapes: Sequence[Shape] | None, world: World | None, goes_on: Path | None
 ) -> list[Run]:
-    """Return the runs, each with its shape and specified or refused; the repeats of a run are specified once."""
-    outcomes: dict[int, dict[str, Any]] = {}
+    """Return the runs, each with its shape and specified or refused; the repeats of a run are specified once.
+
+    Raises ConfigError if all are refused, as otherwise a refused run becomes a row.
+    """
+    runs, outcomes = setup_runs.of(composed), dict[int, dict[str, Any]]()
     for run in runs:
         if (place := run.alternative) not in outcomes:
             shape = shapes[place] if shapes else None
             outcomes[place] = {"shape": shape, **_specified(run.config, shape, world, goes_on)}
+    if all("refused" in outcome for outcome in outcomes.values()):
+        raise ConfigError([problem for outcome in outcomes.values() for problem in outcome["refused"].problems])
     return [replace(run, **outcomes[run.alternative]) for run in runs]
 
 
@@ -152,14 +157,6 @@ def _check_beginning(read: Config, goes_on: Path | None) -> None:
         rule = f"resume={named} has taken {plural(manifest.step, 'step')}, and none is left"
         remedy = f"try {2 * manifest.step}, to train on from there, or profile=true, to trace steps of it"
         raise ConfigError([Problem("train.steps", read.train.steps, rule, remedy)])
-
-
-def _runnable(runs: list[Run]) -> list[Run]:
-    """Return the runs; raises ConfigError if all are refused, as otherwise a refused run becomes a row."""
-    refused = {run.alternative: run.refused for run in runs if run.refused}
-    if all(run.refused for run in runs):
-        raise ConfigError([problem for error in refused.values() for problem in error.problems])
-    return runs
 
 
 def write_script(overrides: Sequence[str], source: Source | None = None) -> tuple[str, list[str]]:

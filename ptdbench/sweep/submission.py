@@ -154,17 +154,17 @@ class Array:
     def _run(self, number: int, folder: Path) -> Step:
         """Return the step that executes a run of a job; if needed, the script first searches its micro-batch."""
         place = f"${{SLURM_ARRAY_TASK_ID:-0}} * {len(self.jobs[0])} + {number}"
-        step = self._step([], folder, f'"${{ptdbench_runs[{place}]}}"')
+        step = self._step(folder, f'"${{ptdbench_runs[{place}]}}"')
         if not needs_search(self.jobs[0][number].config):
             return step
-        shape, tries = self._shape, shlex.join(resources.srun(self.cluster, self._step([], folder)))
+        shape, tries = self._shape, shlex.join(resources.srun(self.cluster, self._step(folder)))
         options = [f"--shape={shape.nodes}x{shape.ranks_per_node}x{shape.gpus_per_node}", f"--tries={tries}"]
         return replace(step, before=[sys.executable, "-u", *search_path.module("ptdbench"), "run", *options])
 
-    def _step(self, options: Sequence[str], folder: Path, directory: str = "") -> Step:
+    def _step(self, folder: Path, directory: str = "") -> Step:
         """Return the step of a run in every task of a job, in its container and with its output in a folder."""
         out, errors = (self._by_pattern(folder / f"{LOG}.{kind}") for kind in ("out", "err"))
-        command = [sys.executable, "-u", *search_path.module("ptdbench"), "run", *options]
+        command = [sys.executable, "-u", *search_path.module("ptdbench"), "run"]
         flags = ["--unbuffered", "--open-mode=append", f"--output={out}", f"--error={errors}"]
         return container.enter(Step(command, flags, operand=directory), self.cluster.container, self._shape, self.used)
 

@@ -115,7 +115,7 @@ def test_compile_worker_is_ended(tmp_path, monkeypatch):
 
 def test_death_of_a_rank_ends_its_peers_and_restores_signal_handlers():
     before = [signal.getsignal(getattr(signal, name)) for name in local.STOP_SIGNALS]
-    with pytest.raises(local.RankDied, match="rank 1 ended with exit status 7") as caught:
+    with pytest.raises(local.RankDied) as caught:
         local.start(fail_with, 2, 7)
     assert caught.value.exit_codes == {1: 7}
     assert [signal.getsignal(getattr(signal, name)) for name in local.STOP_SIGNALS] == before

@@ -22,7 +22,7 @@ def meet() -> list[list[Peer]]:
     found = []
     for name, kernel, wanted in (("localhost", own, "auto"), (own, "the same", "auto"), (own, "the same", 1)):
         os.environ["SLURMD_NODENAME"] = name
-        peers.boot_id = lambda kernel=kernel: kernel
+        peers.machine = lambda kernel=kernel: kernel
         peers.bind_to_share(world, wanted)
         found.append(peers.gather_peers(world, torch.device("cpu")))
     return found

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.launch import peers
 from ptdbench.profiling.events import CommCall
 from ptdbench.profiling.phases import Ready
 from ptdbench.training import traces
@@ -22,7 +21,7 @@ def aheads(machines: str, skew: float) -> float:
     """
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(peers, "boot_id", lambda: machines[rank])
+        patched.setattr(traces, "machine", lambda: machines[rank])
         if machines[rank] != machines[0]:
             now = traces.time.time
             patched.setattr(traces, "time", SimpleNamespace(time=lambda: now() + skew))
