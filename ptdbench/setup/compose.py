@@ -403,7 +403,8 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
             else:
                 sound += [word] * (len(words) == 1)
     found = [_problem(config_name, override, word, sound, refused) for override, word, refused in failed]
-    return found or [Problem("command line", " ".join(map(_line, overrides)), _reason(error))]
+    typed = ("command line", " ".join(map(_line, overrides))) if overrides else ("--config-name", config_name)
+    return found or [Problem(*typed, _reason(error))]
 
 
 def _problem(config_name: str, override: Override, word: str, sound: Sequence[str], refused: Exception) -> Problem:
@@ -476,4 +477,6 @@ def _similar(name: str, options: Sequence[str]) -> list[str]:
     sharing = [leaf for leaf in by_last if {*last.split("_")} & {*leaf.split("_")}]
     whole = nearest(name, options) if last == name else []
     alike = [one for leaf in (last, *sharing) for one in by_last.get(leaf, [])]
-    return list(dict.fromkeys([*alike, *whole, *(by_last[leaf][0] for leaf in nearest(last, by_last))]))[:3]
+    similar = dict.fromkeys([*alike, *whole, *(by_last[leaf][0] for leaf in nearest(last, by_last))])
+    group = name.removesuffix(last)
+    return sorted(similar, key=lambda option: not option.startswith(group))[:3]

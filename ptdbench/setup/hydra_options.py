@@ -1,6 +1,7 @@
 """Checks of Hydra's own options: the launcher, the sweeper, and options that would have no effect."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -58,6 +59,10 @@ def unresolved(composed: Composed) -> Iterator[Problem]:
             _ = (hydra.sweep.dir, hydra.sweep.subdir) if composed.is_sweep else hydra.run.dir
             dict(hydra.job.env_set)
         except OmegaConfBaseException as error:
+            if nameless := re.search(r"key '(\w+)\.name' not found", str(error)):
+                choice = hydra.runtime.choices[nameless[1]]
+                yield Problem(nameless[1], choice, "its file gives it no name", f"add the line name: {choice}")
+                return
             written: Any = OmegaConf.to_container(whole, resolve=False)
             rule = f"refers to something without a value ({first_line(error).rpartition('interpolation: ')[2]})"
             option = str(error.full_key)

@@ -109,6 +109,7 @@ def test_runs_of_a_sweep_lie_below_it(place):
 ])  # fmt: skip
 def test_what_the_directory_and_the_environment_refer_to_has_a_value(typed, told):
     assert refused(typed) == Abridged(f"{told}; give the value itself")
+    assert refused("~model.name") == "model=toy: its file gives it no name; add the line name: toy"
 
 
 def test_a_directory_that_is_not_used_may_refer_to_nothing():
