@@ -169,6 +169,8 @@ def _unfit_for_search(composed: Composed, goes_on: Path | None) -> Iterator[Prob
         rule = f"{SWEEPER}={name} chooses each run by earlier results, and the runs of one job are chosen at once"
         yield Problem("sweep.same_nodes", as_typed(True), rule, "omit it")
     sweeper: Any = OmegaConf.to_container(composed.hydra.sweeper, resolve=False)
+    if isinstance(trials := sweeper.get("n_trials"), int) and trials < 1:
+        yield Problem("hydra.sweeper.n_trials", trials, "must be at least 1")
     is_seeded = any(option.rpartition(".")[2] == "seed" and value is not None for option, value in leaves(sweeper))
     if goes_on and not is_seeded:
         rule = f"its values were drawn without a seed, and {name} would draw others now"

@@ -87,6 +87,7 @@ class TestMisspellings:
         ("model=toy model.name=x train.step=10", "train.steps"),
         ("model=custom model.depth=6", "+model.depth=6"),
         ("model._target_=zoo.Base model.depth=6 model=custom", "+model.depth=6"),
+        ("hydra/sweeper=optuna hydra.sweeper.n_trial=3", "hydra.sweeper.n_trials, +hydra.sweeper.n_trial=3"),
         ("model=toy model._target_=zoo.Base model.kernel=6", "+model.kernel=6"),
         ("model=toy model._target_=zoo.Base model.widt=6", "model.width, +model.widt=6"),
     ])  # fmt: skip

@@ -126,6 +126,7 @@ class TestSearch:
         ("cluster=slurm cluster.submit=detach", "…of its jobs before it can choose the next ones; try wait"),
         ("cluster=slurm sweep.same_nodes=true",
          "sweep.same_nodes=true: hydra/sweeper=optuna … by earlier results, … at once; omit it"),
+        ("hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0: must be at least 1"),
         ("virtual=h100", "virtual=h100: … takes no time, so hydra/sweeper=optuna …; try a sweep of lists, or …"),
     ])  # fmt: skip
     def test_results_that_come_too_late_or_tell_nothing(self, words, said):
