@@ -121,6 +121,7 @@ def test_a_folder_that_somebody_sent_is_read_and_runs_nothing(sweep, environ, wo
     [
         ("expalin", "try explain"), ("explain --jsno a", "try --json"), ("plan --model toy", "try model=toy"),
         ("sbatch --model=toy", "try model=toy"), ("status a b", ""), ("explain a --against b", ""),
+        ("virtual h100 python a.py", "put -- before a program"),
     ],
 )  # fmt: skip
 def test_a_mistyped_word_is_refused_with_what_may_have_been_meant(ptdbench, capsys, words, remedy):

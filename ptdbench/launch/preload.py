@@ -11,6 +11,7 @@ import sys
 import warnings
 from contextlib import suppress
 from multiprocessing import forkserver
+from types import FrameType
 
 from ptdbench.launch.lifetime import die_with_parent
 
@@ -34,6 +35,15 @@ def _end(number: int, _: object) -> None:
     os.kill(os.getpid(), number)
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End the server without a traceback during its imports, after which it ignores Ctrl-C; raise in its children."""
+    if os.getpid() == SERVER:
+        os._exit(128 + number)
+    signal.default_int_handler(number, frame)
+
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _interrupt)
 if sys.platform == "linux":
     signal.signal(signal.SIGTERM, _end)
     # Otherwise the server would live as long as any rank, and a rank that waits for a peer may live forever.

@@ -408,7 +408,8 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
             else:
                 sound += [word] * (len(words) == 1)
     problems = [_problem(config_name, override, word, sound, refused) for override, word, refused in failed]
-    return problems or [Problem("command line", " ".join(map(_line, overrides)), _reason(error))]
+    typed = ("command line", " ".join(map(_line, overrides))) if overrides else ("--config-name", config_name)
+    return problems or [Problem(*typed, _reason(error))]
 
 
 def _problem(config_name: str, override: Override, word: str, sound: Sequence[str], refused: Exception) -> Problem:
@@ -435,7 +436,7 @@ def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
     target = str(beside.get("_target_", "")) if isinstance(beside, DictConfig) else ""
     is_own = target and (not _SHIPPED.match(target) or any(word.startswith(f"{group}._target_=") for word in sound))
     if beside == {} or is_own:  # keys of the user's own, as in cluster.extra, or arguments of a class
-        near = nearest(last, [one.removeprefix(f"{group}.") for one in options if one.startswith(f"{group}.")])
+        near = nearest(last, [key for key in map(str, beside) if key not in OF_CHOICE])
         return try_these([*(f"{group}.{one}" for one in near), in_shell(f"+{name}", _typed_value(override))])
     shown = "hydra" if name.startswith("hydra.") else "job"
     return try_these(_similar(name, [*_groups(), *options])) or f"see {command()} --cfg {shown}"
@@ -481,4 +482,6 @@ def _similar(name: str, options: Sequence[str]) -> list[str]:
     sharing = [leaf for leaf in by_last if {*last.split("_")} & {*leaf.split("_")}]
     whole = nearest(name, options) if last == name else []
     alike = [one for leaf in (last, *sharing) for one in by_last.get(leaf, [])]
-    return list(dict.fromkeys([*alike, *whole, *(by_last[leaf][0] for leaf in nearest(last, by_last))]))[:3]
+    similar = dict.fromkeys([*alike, *whole, *(by_last[leaf][0] for leaf in nearest(last, by_last))])
+    group = name.removesuffix(last)
+    return sorted(similar, key=lambda option: not option.startswith(group))[:3]

@@ -1,6 +1,7 @@
 """Checks of Hydra's own options: the launcher, the sweeper, and options that would have no effect."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -59,6 +60,10 @@ def unresolved(composed: Composed) -> Iterator[Problem]:
             _ = (hydra.sweep.dir, hydra.sweep.subdir) if composed.is_sweep else hydra.run.dir
             dict(hydra.job.env_set)
         except OmegaConfBaseException as error:
+            if nameless := re.search(r"key '(\w+)\.name' not found", str(error)):
+                choice = hydra.runtime.choices[nameless[1]]
+                yield Problem(nameless[1], choice, "its file gives it no name", f"add the line name: {choice}")
+                return
             written: Any = OmegaConf.to_container(whole, resolve=False)
             rule = f"refers to something without a value ({first_line(error).rpartition('interpolation: ')[2]})"
             option = str(error.full_key)
@@ -159,6 +164,8 @@ def _unfit_for_search(composed: Composed, goes_on: Path | None) -> Iterator[Prob
         rule = f"{SWEEPER}={name} chooses each run by earlier results, and the runs of one job are chosen at once"
         yield Problem("sweep.same_nodes", as_typed(True), rule, "omit it")
     sweeper: Any = OmegaConf.to_container(composed.hydra.sweeper, resolve=False)
+    if isinstance(trials := sweeper.get("n_trials"), int) and trials < 1:
+        yield Problem("hydra.sweeper.n_trials", trials, "must be at least 1")
     is_seeded = any(option.rpartition(".")[2] == "seed" and value is not None for option, value in leaves(sweeper))
     if goes_on and not is_seeded:
         rule = f"its values were drawn without a seed, and {name} would draw others now"

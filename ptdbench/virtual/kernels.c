@@ -132,10 +132,12 @@ API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *hos
     return cudaLaunchKernel(host, c->gridDim, c->blockDim, arguments, c->dynamicSmemBytes, c->stream);
 }
 
-/* A kernel's registers and shared memory are in its code, which is not read: assume an average kernel. */
+/* A kernel's registers and shared memory are in its code, which is not read: assume an average kernel. It is compiled
+ * for the device or for an earlier one of its generation: CUB fails on architectures that torch is not compiled for. */
 API cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *host) {
+    int major = device()->major, minor = device()->minor;
     memset(a, 0, sizeof *a);
-    a->binaryVersion = a->ptxVersion = device()->major * 10 + device()->minor;
+    a->binaryVersion = a->ptxVersion = 10 * major + (major >= 10 ? 0 : major == 8 && minor > 6 ? 6 : minor);
     a->maxThreadsPerBlock = 1024;
     a->numRegs = 32;
     a->maxDynamicSharedSizeBytes = device()->shared_memory;

@@ -144,6 +144,13 @@ def test_profiler_of_the_program_goes_first(virtual, tmp_path):
     assert "no predicted time: its steps cannot be logged: its own profiler runs meanwhile" in done.stdout
 
 
+@pytest.mark.parametrize("gpu", ["rtx_4090", "b300"])
+def test_gpus_that_torch_is_not_compiled_for_sort(virtual, gpu):
+    """With CUB, which has code for 8.6 and 10.0, not for 8.9 and 10.3."""
+    done = virtual(gpu, "--", sys.executable, "-c", "import torch; torch.rand(9999, device='cuda').sort(stable=True)")
+    assert done.returncode == 0, done.stderr
+
+
 def test_crash_of_the_library_says_so(virtual):
     program = "import ctypes, torch; torch.ones(3, device='cuda'); ctypes.CDLL(None).cudaMemGetInfo(8, 8)"
     done = virtual("h100", "--", sys.executable, "-c", program)

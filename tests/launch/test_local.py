@@ -248,6 +248,12 @@ def test_rank_without_server_or_starter_ends_itself(monkeypatch):
     assert ended == [0, 1, 0, 1, 0]
 
 
+def test_ctrl_c_while_the_fork_server_imports_shows_no_traceback():
+    program = "import os, signal, ptdbench.launch.preload; os.kill(os.getpid(), signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 def test_another_thread_leaves_signals_to_its_program():
     handlers = [signal.getsignal(signal.SIGTERM)]
 

@@ -80,12 +80,14 @@ class TestMisspellings:
         ("n_layers=3", "model.layers"),
         ("batch_size=8", "train.global_batch"),
         ("batch=8", "train.global_batch"),
+        ("data.seq_length=64", "data.sequence_length"),
         ("optimiser.lr=1", "optimizer.lr"),
         ("checkpointing=full", "checkpoint.keep"),
         ("model=custom model._target_=zoo.Base train.step=10", "train.steps"),
         ("model=toy model.name=x train.step=10", "train.steps"),
         ("model=custom model.depth=6", "+model.depth=6"),
         ("model._target_=zoo.Base model.depth=6 model=custom", "+model.depth=6"),
+        ("hydra/sweeper=optuna hydra.sweeper.n_trial=3", "hydra.sweeper.n_trials, +hydra.sweeper.n_trial=3"),
         ("model=toy model._target_=zoo.Base model.kernel=6", "+model.kernel=6"),
         ("model=toy model._target_=zoo.Base model.widt=6", "model.width, +model.widt=6"),
     ])  # fmt: skip
@@ -229,7 +231,11 @@ class TestFolderOfOnesOwn:
 
     def test_a_configuration_that_begins_with_nothing(self, tmp_path):
         path = tmp_path / "mine.yaml"
-        for text, told in (("defaults: [config, _self_]\n", ""), ("", "has no cluster, .*; let the file begin with ")):
+        for text, told in (
+            ("defaults: [config, _self_]\n", ""),
+            ("", "has no cluster, .*; let the file begin with "),
+            ("model: toy: small\n", "Hydra fails on it .ScannerError: "),
+        ):
             path.write_text(f"{text}train:\n  steps: 5\n")
             with pytest.raises(ConfigError, match=f"^--config-name=mine: {told}") if told else nullcontext():
                 assert compose_all((), False, Source(CONF, "mine", str(tmp_path))).wholes[0].train.steps == 5

@@ -113,6 +113,7 @@ def test_runs_of_a_sweep_lie_below_it(place):
 ])  # fmt: skip
 def test_what_the_directory_and_the_environment_refer_to_has_a_value(typed, told):
     assert refused(typed) == Abridged(f"{told}; give the value itself")
+    assert refused("~model.name") == "model=toy: its file gives it no name; add the line name: toy"
 
 
 def test_a_directory_that_is_not_used_may_refer_to_nothing():
@@ -129,6 +130,7 @@ class TestSearch:
         ("cluster=slurm cluster.submit=detach", "…of its jobs before it can choose the next ones; try wait"),
         ("cluster=slurm sweep.same_nodes=true",
          "sweep.same_nodes=true: hydra/sweeper=optuna … by earlier results, … at once; omit it"),
+        ("hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0: must be at least 1"),
         ("virtual=h100", "virtual=h100: … takes no time, so hydra/sweeper=optuna …; omit hydra/sweeper=optuna, or …"),
     ])  # fmt: skip
     def test_results_that_come_too_late_or_tell_nothing(self, words, said):
