@@ -16,6 +16,7 @@ from ptdbench.records.effects import affects
 from ptdbench.records.failure import TRACEBACK
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import MicroBatch
+from ptdbench.records.store import RECORD
 from ptdbench.report import virtual
 from ptdbench.report.labels import options
 from ptdbench.report.text import range_text
@@ -49,7 +50,7 @@ def reason(record: RunRecord) -> str:
     cause = ": ".join(filter(None, (error.type, line)))
     text = OUTPUT.join([f"{record.status}{where}: {cause or 'no reason on record'}", *output])
     if error.where:
-        path = Path(record.directory) / TRACEBACK
+        path = Path(record.directory) / (RECORD if record.kind == "planned" else TRACEBACK)
         shown = os.path.relpath(path) if Path.cwd() in path.absolute().parents else path
         text += f" at {error.where}; the whole traceback is in {shown}"
     if record.precision in ("bf16", "fp16") and "must have the same dtype" in error.message:

@@ -436,7 +436,7 @@ def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
     target = str(beside.get("_target_", "")) if isinstance(beside, DictConfig) else ""
     is_own = target and (not _SHIPPED.match(target) or any(word.startswith(f"{group}._target_=") for word in sound))
     if beside == {} or is_own:  # keys of the user's own, as in cluster.extra, or arguments of a class
-        near = nearest(last, [key for key in map(str, beside) if key not in OF_CHOICE])
+        near = nearest(last, [key for key in map(str, beside or ()) if key not in OF_CHOICE])
         return try_these([*(f"{group}.{one}" for one in near), in_shell(f"+{name}", _typed_value(override))])
     shown = "hydra" if name.startswith("hydra.") else "job"
     return try_these(_similar(name, [*_groups(), *options])) or f"see {command()} --cfg {shown}"

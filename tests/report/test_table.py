@@ -65,6 +65,8 @@ def test_a_long_message_is_cut_and_what_stands_behind_it_is_whole():
     assert said.startswith(f"timeout on rank 1: RuntimeError: {' '.join(message.split())[:900]}")
     where = "mymodels.py:13 in forward; the whole traceback is in outputs/sweep/ddp/traceback.txt"
     assert said.endswith(f" ...{output} at {where}")
+    record.kind = "planned"  # by runs whose directories are gone
+    assert reason(record).endswith("the whole traceback is in outputs/sweep/ddp/record.json")
 
 
 def test_a_refusal_is_whole_and_has_no_rank_to_blame():
