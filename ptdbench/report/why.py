@@ -152,7 +152,7 @@ def _with_parts(phases: Phases, rank: int) -> str:
     """Return a rank's name and the parts of its stages besides repeated layers: ``rank 3 (stage 3) with head``."""
     stages, parts = phases.stages[rank] if phases.stages else [], phases.stage_parts or []
     held = [name for stage in stages if stage < len(parts) for name in parts[stage]]
-    return recorded_phases.rank_name(phases, rank) + (f" with {ranking.spoken(held, most=len(held))}" if held else "")
+    return recorded_phases.rank_name(phases, rank) + (f" with {ranking.spoken(held)}" if held else "")
 
 
 def _straggler(phases: Phases) -> Iterator[str]:

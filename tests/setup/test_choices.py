@@ -69,7 +69,7 @@ def test_arguments_without_names_and_conversion_are_those_that_are_given():
 @pytest.mark.parametrize(("target", "rule"), [
     ("gone.away.X", "cannot be imported: No module named 'gone'; it is searched for in the current directory"),
     ("gone", "cannot be imported: No module named 'gone'; it is searched for"),
-    ("torch.nn.Linearr", r"cannot be imported: No module named 'torch\.nn\.Linearr'; it is searched for"),
+    ("torch.nn.Linearr", r"torch\.nn has no Linearr; try torch\.nn\.Linear, "),
     ("broken_package.Net", "cannot be imported: no license; it is searched for"),
     ("math.pi", "must be a class or a function"),
     ("os", "must be a class or a function"),
