@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ptdbench import __main__ as command
-from ptdbench.records import store
+from ptdbench.records import ledger, store
 from tests.conftest import ROOT
 from tests.programs import call, until
 from tests.sweep.made import Directory, failure
@@ -43,6 +43,7 @@ class TestStatus:
         assert (status, "unfinished" in out[3], err) == (0, True, [])
 
     def test_status_of_an_ended_sweep_is_its_table(self, sweep, ptdbench):
+        ledger.write(sweep.path, ledger.Ledger(["model=toy"], []))  # a folder of runs has no table
         for number, outcome in enumerate(({}, failure())):
             sweep.begin(number)
             sweep.end(number, model="toy", parallel="ddp", **outcome)

@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from ptdbench.data.protocol import HeldOutPart
-from ptdbench.launch.stop_signal import StopSignal
+from ptdbench.launch import stop_signal
 from ptdbench.models import foreign
 from ptdbench.problems import ConfigError
 from ptdbench.setup.training_spec import prepare_data
@@ -237,7 +236,7 @@ def interrupted(directory: Path, composed: DictConfig, evaluation: int) -> Seen:
     of_rank = job(directory, composed)
     with (
         mock.patch.object(made_task.Kept, "samples", interrupting),
-        mock.patch.object(train, "StopSignal", partial(StopSignal, 0)),  # asked after each batch
+        mock.patch.object(stop_signal, "CHECK_SECONDS", 0.0),  # asked after each batch
     ):
         outcome = train.Train()(of_rank)
     evaluated = [evaluation.step for evaluation in outcome.evaluations]
