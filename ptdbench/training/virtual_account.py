@@ -42,6 +42,8 @@ def _of_rank(job: Job, loop: StepLoop) -> Virtual:
         context_bytes=machine.gpu.context,
         communicators=[len(watch.communicating())],
     )
+    for _ in range(loop.done, loop.engine.rehearsals + 1):  # DDP rebuilds its buckets in the pass after these
+        profile.step(loop, loop.done)
     _write_log(job, loop)
     if not job.spec.config.profile.steps:
         account.reason = "profile.steps=0"

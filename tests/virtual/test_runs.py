@@ -79,6 +79,12 @@ def test_virtual_run_has_memory_and_messages_but_no_times(swept):
         assert all(sent["bytes"] > 0 for sent in found["messages"].values())
 
 
+def test_messages_are_those_of_a_step_after_ddp_has_rebuilt_its_buckets(swept):
+    """Which it does in the third step, of which these runs have but two, and broadcasts what is in them."""
+    (sent,) = [run["virtual"]["messages"] for run in records(swept) if run["parallel"] == "ddp" and run["virtual"]]
+    assert {*sent} == {"all_reduce"}
+
+
 def test_sent_buckets_are_freed_between_steps(swept):
     """DDP makes new buckets in its second step; NCCL's watchdog held the old ones, as it looks ten times a second."""
     whole, sharded = (
