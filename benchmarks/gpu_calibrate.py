@@ -130,16 +130,16 @@ def _state(device: torch.device) -> dict[str, float | None]:
 
 def main() -> int:
     """Measure all, and write the file; return 2 without a GPU."""
-    given = options(__doc__, file=("gpu-costs.json", "the file to write"), seconds=(0.3, "seconds a shape"))
+    args = options(__doc__, file=("gpu-costs.json", "the file to write"), seconds=(0.3, "seconds a shape"))
     if not torch.cuda.is_available():
         print(f"gpu-calibrate needs a GPU, and torch {torch.__version__} finds none on this machine", file=sys.stderr)
         return 2
     device, started = torch.device("cuda", 0), time.monotonic()
     of = products(device, SIDES, DEPTHS), attention(device, LENGTHS), memory(device, BYTES), copies(device, BYTES)
-    rows = [measured(work, device, given.seconds) for work in chain(*of)]
+    rows = [measured(work, device, args.seconds) for work in chain(*of)]
     facts = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__}
-    Path(given.file).write_text(json.dumps({**facts, "rows": rows}, indent=1))
-    print(f"{given.file}: {len(rows)} rates of {facts['device']} in {time.monotonic() - started:.0f} s")
+    Path(args.file).write_text(json.dumps({**facts, "rows": rows}, indent=1))
+    print(f"{args.file}: {len(rows)} rates of {facts['device']} in {time.monotonic() - started:.0f} s")
     return 0
 
 

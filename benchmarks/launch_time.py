@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.script import TORCHRUN, TRAIN, judged, keep, options, read, seconds_of, spread
+from benchmarks.script import TORCHRUN, TORCHRUN_THREADS, TRAIN, judged, keep, options, read, seconds_of, spread
 from ptdbench.launch import local
 
 #: A following run may take this share of torchrun's time, and a run of a sweep so many seconds.
@@ -85,8 +85,7 @@ def _torchrun(ranks: int) -> float:
         script = Path(directory, "empty.py")
         script.write_text(EMPTY_SCRIPT)
         started = time.time()
-        # Set, because torchrun would print a warning that it sets it.
-        environ = {"OMP_NUM_THREADS": "1", **os.environ}
+        environ = {**TORCHRUN_THREADS, **os.environ}
         seconds_of([*TORCHRUN, f"--nproc_per_node={ranks}", str(script), directory], env=environ)
         return max(float(Path(directory, str(rank)).read_text()) for rank in range(ranks)) - started
 

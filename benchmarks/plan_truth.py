@@ -157,7 +157,8 @@ def _tries(record: Record) -> Sequence[Record]:
 
 def _shown(record: Record) -> str:
     """The micro-batches that were tried, in that order."""
-    return ", ".join(f"{one['micro_batch']}{'' if one['fits'] else ' too large'}" for one in _tries(record)) or "none"
+    tries = [f"{attempt['micro_batch']}{'' if attempt['fits'] else ' too large'}" for attempt in _tries(record)]
+    return ", ".join(tries) or "none"
 
 
 def plan(words: Sequence[str], *flags: str) -> Plan:

@@ -20,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 TRAIN = (sys.executable, str(ROOT / "train.py"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
+#: The variable that torchrun would set by itself, with a warning.
+TORCHRUN_THREADS = {"OMP_NUM_THREADS": "1"}
+
 
 def options(description: str | None, program: str | None = None, **flags: tuple[Any, ...]) -> argparse.Namespace:
     """Parse the command line of a benchmark, whose ``--help`` shows its docstring as it stands.

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
-from benchmarks.script import ROOT, TORCHRUN, TRAIN, trained
+from benchmarks.script import TORCHRUN, TORCHRUN_THREADS, TRAIN, seconds_of, trained
 from benchmarks.tables import drawn
 from ptdbench.files import write_json
 from ptdbench.records.load import load
@@ -198,11 +198,7 @@ class Session:
         """Run a sweep in one process, under torchrun; return the records of its runs."""
         folder = self.directory / name
         command = [*TORCHRUN, "--nproc-per-node=1", TRAIN[1], "-m", f"device={self.device}", *overrides]
-        # Set, because torchrun would print a warning that it sets it.
-        environ = {"OMP_NUM_THREADS": "1", **os.environ}
-        subprocess.run(
-            [*command, f"hydra.sweep.dir={folder}"], cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, check=True
-        )
+        seconds_of([*command, f"hydra.sweep.dir={folder}"], env={**TORCHRUN_THREADS, **os.environ})
         return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
