@@ -165,7 +165,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = _ENVIRON["CUDA_VISIBLE_DEVICES"] = ""
     if not hasattr(config, "workerinput"):  # not once more in each worker
         compileall.compile_dir(Path(ptdbench.__file__).parent, quiet=2)
-    folder = tempfile.mkdtemp(prefix="ptdbench-cache-")
+    # A worker's lies in that of the process that starts it, which removes both: workers may be ended before they do.
+    parent = os.environ["XDG_CACHE_HOME"] if hasattr(config, "workerinput") else None
+    folder = tempfile.mkdtemp(prefix="ptdbench-cache-", dir=parent)
     os.environ["XDG_CACHE_HOME"] = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
