@@ -167,7 +167,8 @@ static bool read_functor(const char *functor, struct family *f) {
 
 /* Tensors of a functor that a closure calls: the result and its arguments, of which a lambda names the types. */
 static int tensors_of(const char *functor) {
-    const char *end = strstr(functor, ">(at::TensorIteratorBase&"), *at = lambda_behind(functor, "");
+    const char *at = lambda_behind(functor, ""), *copy = after(functor, "converting_copy_kernel_cuda<");
+    const char *end = strstr(copy && at ? at : functor, ">(at::TensorIteratorBase&");
     int arguments = strstr(functor, "UnaryFunctor<") || strstr(functor, "FunctorOn") ? 1 : 2;
     if (strstr(functor, "FillFunctor<")) return 1;
     if (at && at < end) arguments = 0;
