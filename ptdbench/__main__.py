@@ -82,9 +82,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with a message."""
-        told = meant(message, self._option_string_actions, sys.argv[1:])
+        refusal = meant(message, self._option_string_actions, sys.argv[1:])
         is_program = self.get_default("takes_program") and "--" not in sys.argv and "unrecognized" in message
-        super().error(f"{told}; put -- before a program" if is_program else told)
+        super().error(f"{refusal}; put -- before a program" if is_program else refusal)
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

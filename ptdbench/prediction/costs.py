@@ -33,7 +33,7 @@ OPERATOR, LAUNCH, CALL, EVENT = 2e-6, 4e-6, 10e-6, 1e-6
 SLOWDOWN = 0.19
 
 #: Families of costs: the parts of a step whose errors are independent, with one standard deviation of each as a share.
-#: Those of products and of memory are in the tables; that of fp8 follows from the tables of :data:`_FP8`.
+#: Those of products and of memory are in the tables; that of fp8 is by how far the tables of :data:`_FP8` differ.
 FAMILIES = {"products": None, "fp8 products": 0.1, "attention": 0.1, "memory": None}
 FAMILIES |= {"messages": 0.15, "bubble": 0.1, "host": 0.5}
 

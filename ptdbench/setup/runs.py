@@ -57,9 +57,8 @@ class Run:
     composed: Mapping[str, Any]  #: What Hydra composed, unresolved and with its own node: the content of its files.
     block: int | None = None  #: Its block of repeats; ``None`` without repeats.
     shape: Shape | None = None  #: The shape of its job; ``None`` if it runs on this machine.
-    summary: Mapping[str, Any] | None = (
-        None  #: That of its specification; ``None`` if it has not been specified, or is refused.
-    )
+    #: The record's fields from its specification; ``None`` if it has not been specified, or is refused.
+    summary: Mapping[str, Any] | None = None
     refused: ConfigError | None = None  #: Why it cannot run; it then becomes a row of the table, but no job.
 
     @property
