@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from errno import EPERM
 from hashlib import sha256
@@ -44,6 +44,14 @@ def look_up(kind: str, key: Mapping[str, Any]) -> dict[str, Any]:
         content = json.loads(_path(kind, key).read_text())
         return content if isinstance(content, dict) else {}
     return {}
+
+
+def latest(kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the files of a kind, the latest first, with their measurements and keys; damaged ones are omitted."""
+    with suppress(OSError):
+        for path in sorted((user_cache() / kind).glob("*.json"), key=lambda path: -path.stat().st_mtime):
+            with suppress(OSError, ValueError):
+                yield path, json.loads(path.read_text())
 
 
 def _path(kind: str, key: Mapping[str, Any]) -> Path:

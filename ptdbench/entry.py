@@ -180,7 +180,8 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigError([Problem("plan", " ".join(overrides), rule, f"run it without {world.launcher}")])
     local.check_sockets()
     composed = plans.composed(overrides, compose.source(arguments))
-    anchored = anchors.read(arguments.anchor, composed.configs)
+    typed = anchors.read(arguments.anchor, composed.configs)
+    anchored = typed if typed or arguments.no_anchor else anchors.cached(composed.configs)
     made = plans.make(composed, overrides, arguments.again, _prepare_to_plan, _run, anchored)
     if arguments.json:
         echo(files.as_text(made.records))

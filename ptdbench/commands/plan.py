@@ -19,8 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--again", action="store_true", help="ignore cached plans")
     parser.add_argument(
         "--anchor", type=Path, metavar="RUN", action="append", default=[],
-        help="a run or sweep measured on such GPUs: sets the level of predicted times; may be repeated",
+        help="a run or sweep measured on such GPUs: sets the level of predicted times, in place of the latest runs in "
+        "the cache; may be repeated",
     )  # fmt: skip
+    parser.add_argument("--no-anchor", action="store_true", help="let no run in the cache set the level")
     parser.epilog = (
         "Exit status 0: a layout fits, or its training state if only that is known. 1: no layout fits, or "
         "none could be planned. 128 + n: signal n."

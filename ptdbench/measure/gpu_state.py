@@ -128,11 +128,16 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
         bus=_text(place.busId) if place else None,
         clock_reasons=clock_reasons_now(nvml, handle),
         temperature_celsius=query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        power_limit_watts=_watts(query("nvmlDeviceGetEnforcedPowerLimit")),
+        power_limit_watts=power_limit(nvml, handle),
         power_limit_default_watts=_watts(query("nvmlDeviceGetPowerManagementDefaultLimit")),
         processes=None if processes is None else len(processes),
         near_cores=near,
     )
+
+
+def power_limit(nvml: Any, handle: Any) -> float | None:
+    """Return the power limit of a GPU in watts; ``None`` if it is not reported."""
+    return _watts(ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle))
 
 
 def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Gpu]) -> list[list[str | None]]:

@@ -2,23 +2,30 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ptdbench.comparison import alternatives
+from ptdbench.planning import measured, step_time
 from ptdbench.problems import Problem, require
 from ptdbench.records import load
 from ptdbench.records.run_record import RunRecord
 from ptdbench.setup import choices, config
 from ptdbench.setup.config import Config
+from ptdbench.virtual.device import Device
 
 #: Standard deviation of the logarithm of what one run says of a level; it counts as much as two runs do.
 SPREAD, _WEIGHT = 0.0225, 2
 
 #: The same of what differs between an anchor and a plan: torch, or the kernels of the model.
 _TORCH, _KERNELS = 0.02, 0.04
+
+#: Maximum number of cached runs that set a level: each is planned first, unless that is cached too.
+_MOST_CACHED = 3
 
 #: Two standard deviations: 95 %.
 QUANTILE = 1.96
@@ -30,11 +37,11 @@ class Anchor:
 
     record: RunRecord
     config: Config  #: Of the same run on a virtual GPU.
+    is_cached: bool = False  #: Whether it was found in the cache, and not named.
 
     def fits(self, planned: Config) -> bool:
         """Return whether it says something about a plan: one on the same device, in the same precision."""
-        is_same = planned.general.precision == self.record.precision
-        return is_same and _device(planned) in (self.record.environment.devices or ())
+        return next(_refusals(self.record, planned), None) is None
 
     def level(self, fields: Mapping[str, Any]) -> float:
         """Return how many times as long as predicted its step took; ``fields``: of its plan. Raises ConfigError."""
@@ -50,7 +57,7 @@ def read(folders: Sequence[Path], plans: Sequence[Config]) -> list[Anchor]:
 
     Args:
         folders: Each of a run, or of several, of which those count that can; of repeats the one in the middle.
-        plans: The plans; some must be on the same device and in the same precision as each run.
+        plans: The plans; one must be on the same device and in the same precision as each run.
 
     Raises:
         ConfigError: A folder has no run that can be an anchor.
@@ -62,43 +69,69 @@ def read(folders: Sequence[Path], plans: Sequence[Config]) -> list[Anchor]:
         except (OSError, ValueError) as error:
             problems.append(Problem("--anchor", str(folder), str(error)))
             continue
-        refused = [next(_refusals(record, plans), None) for record in records]
-        usable = [record for record, reason in zip(records, refused, strict=True) if not reason]
-        problems += [] if usable else [Problem("--anchor", str(folder), str(refused[0]))]
-        measured = (alternative.median_run for alternative in alternatives.group(usable))
-        anchors += [Anchor(record, _on_virtual_gpu(record, plans)) for record in measured]
+        usable = [record for record in records if _plan_of(record, plans)]
+        reasons = dict.fromkeys(next(_refusals(records[0], planned), "") for planned in plans)
+        problems += [] if usable else [Problem("--anchor", str(folder), "; ".join(filter(None, reasons)))]
+        anchors += [_anchor(alternative.median_run, plans) for alternative in alternatives.group(usable)]
     require(*problems)
     return anchors
 
 
-def _device(planned: Config) -> str | None:
+def cached(plans: Sequence[Config]) -> list[Anchor]:
+    """Return the latest cached runs that were measured on a plan's device under its power limit, with this torch."""
+    timed = [planned for planned in plans if (gpu := _gpu(planned)) and not step_time.obstacle(gpu, _nodes(planned))]
+    torch = version("torch").partition("+")[0]
+    runs = (run for run in measured.runs() if str(run.environment.torch).partition("+")[0] == torch)
+    alike = (run for run in runs if _power_limits(run) and _plan_of(run, timed))
+    return [replace(_anchor(run, timed), is_cached=True) for run in islice(alike, _MOST_CACHED)] if timed else []
+
+
+def _gpu(planned: Config) -> Device | None:
     machine = choices.virtual(planned)
-    return machine.gpu.name if machine else None
+    return machine.gpu if machine else None
 
 
-def _refusals(record: RunRecord, plans: Sequence[Config]) -> Iterator[str]:
-    """Yield why a run cannot be an anchor."""
+def _nodes(planned: Config) -> int:
+    return 1 if planned.cluster.nodes == "auto" else planned.cluster.nodes
+
+
+def _power_limits(run: RunRecord) -> set[float]:
+    """Return the power limits of a run's GPUs in watts, as far as they are known."""
+    return {limit for clocks in run.hardware.clocks or [] if (limit := clocks.power_limit_watts)}
+
+
+def _plan_of(record: RunRecord, plans: Sequence[Config]) -> Config | None:
+    """Return the first plan whose level a run can set."""
+    return next((planned for planned in plans if not any(_refusals(record, planned))), None)
+
+
+def _refusals(record: RunRecord, planned: Config) -> Iterator[str]:
+    """Yield why a run cannot be the anchor of a plan."""
     if record.kind:
         yield f"it is {record.kind}: an anchor is measured"
     if record.status != "ok" or not record.metrics.samples_per_second:
         yield f"it has no throughput: {record.status}"
     if len(record.nodes) > 1:
         yield "it ran on several nodes, whose messages have no costs yet"
-    devices = {_device(planned) for planned in plans} - {None}
-    if not devices.intersection(record.environment.devices or ()):
-        measured = ", ".join(dict.fromkeys(record.environment.devices or ())) or "no GPU"
-        yield f"it was measured on {measured}, and the plan is for {', '.join(map(str, devices)) or 'no virtual GPU'}"
-    precisions = {planned.general.precision for planned in plans}
-    if record.precision not in precisions:
-        yield f"its precision is {record.precision}, and the plan's {', '.join(precisions)}"
+    gpu, devices = _gpu(planned), record.environment.devices or []
+    if not gpu or gpu.name not in devices:
+        on = ", ".join(dict.fromkeys(devices)) or "no GPU"
+        yield f"it was measured on {on}, and the plan is for {gpu.name if gpu else 'no virtual GPU'}"
+    if record.precision != planned.general.precision:
+        yield f"its precision is {record.precision}, and the plan's {planned.general.precision}"
+    limits = _power_limits(record)
+    if gpu and gpu.power and limits - {gpu.power}:
+        watts = " and ".join(f"{limit:g}" for limit in sorted(limits))
+        yield f"the power limit of its GPUs is {watts} W, and the plan's {gpu.power:g} W; try virtual.gpu.power={watts}"
 
 
-def _on_virtual_gpu(record: RunRecord, plans: Sequence[Config]) -> Config:
-    """Return the configuration of a run, on the virtual GPUs of a plan."""
-    of_plan = next(planned for planned in plans if _device(planned) in (record.environment.devices or ())).resolved
+def _anchor(record: RunRecord, plans: Sequence[Config]) -> Anchor:
+    """Return a run as an anchor, with its configuration on the virtual GPUs of a plan."""
+    of_plan = next(planned for planned in plans if not any(_refusals(record, planned))).resolved
     cluster = {**of_plan["cluster"], "nodes": 1, "ranks_per_node": record.world_size}
-    measured = Config({**config.of_record(record.written).resolved, "virtual": of_plan["virtual"], "cluster": cluster})
-    return measured.changed({"device": "auto", "train.micro_batch": record.layout.micro_batch})
+    options = {**config.of_record(record.written).resolved, "virtual": of_plan["virtual"], "cluster": cluster}
+    changes = {"device": "auto", "train.micro_batch": record.layout.micro_batch}
+    return Anchor(record, Config(options).changed(changes))
 
 
 def applied(fields: Mapping[str, Any], planned: Config, levels: Sequence[tuple[Anchor, float]]) -> dict[str, Any]:

@@ -26,11 +26,12 @@ from ptdbench.files import strict, write_json
 from ptdbench.launch import local, settings
 from ptdbench.launch.lifetime import die_with_parent
 from ptdbench.measure.memory import host_memory
-from ptdbench.planning import anchors
+from ptdbench.planning import anchors, measured
 from ptdbench.planning.anchors import Anchor
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import affects
+from ptdbench.records.run_record import typed
 from ptdbench.setup import choices, commandline, compose, hydra_options, hydra_output, runs
 from ptdbench.setup.compose import Composed, Source
 from ptdbench.setup.config import Config, Slurm
@@ -141,10 +142,7 @@ def make(
     records, stopped, fastest = [], None, (0.0, "")
     try:
         with closing(_paced(uncached, prepare, execute)) as made:
-            levels = [
-                (anchor, anchor.level(cached or next(made)))
-                for anchor, cached in zip(anchored, planned_before, strict=True)
-            ]
+            levels = [*_levels(anchored, planned_before, made)]
             for run, cached in zip(runs.of(of, repeats=False), earlier, strict=True):
                 place = directory / run.subdirectory
                 draft = record.begin(run.config.resolved, place, {}, run.overrides)
@@ -153,6 +151,7 @@ def make(
                 place.mkdir(parents=True, exist_ok=True)
                 write_json(place / store.RECORD, planned)
                 records.append(strict(planned))
+                measured.keep_prediction(typed(records[-1]))
                 name = run.subdirectory.partition("_")[2] or run.config.label  # without its number
                 fastest = max(fastest, _rate(records[-1], name))
                 if uncached and fastest[1] and len(records) < len(of.configs):
@@ -160,6 +159,20 @@ def make(
     except local.Stopped as signalled:
         stopped = signalled
     return Planned(directory, records, sum(map(bool, earlier[: len(records)])), stopped)
+
+
+def _levels(
+    anchored: Sequence[Anchor], earlier: Sequence[dict[str, Any] | None], made: Iterator[dict[str, Any]]
+) -> Iterator[tuple[Anchor, float]]:
+    """Yield the level that each anchor sets; one that was only in the cache is left out if it sets none."""
+    for anchor, cached in zip(anchored, earlier, strict=True):
+        fields = cached or next(made)
+        try:
+            yield anchor, anchor.level(fields)
+        except ConfigError as refused:
+            if not anchor.is_cached:
+                raise
+            echo(f"not used: {refused}", sys.stderr)
 
 
 def _rate(planned: Mapping[str, Any], name: str) -> tuple[float, str]:

@@ -92,6 +92,12 @@ class RunRecord(Record, kw_only=True, eq=False):
         """The requested global batch: in a plan, ``global_batch`` may follow from what fits."""
         return self.option("train.global_batch", int) or self.global_batch
 
+    @property
+    def prediction_error(self) -> float | None:
+        """By which share of the measured step the predicted one is longer; ``None`` without either."""
+        rate, expected = self.metrics.samples_per_second, self.predicted.samples_per_second
+        return rate / expected - 1 if rate and expected else None
+
     def option(self, name: str, kind: Any) -> Any:
         """Return an option of the configuration by its dotted name; ``None`` if missing or of another type."""
         return option(self.config, name, kind)

@@ -277,7 +277,7 @@ class Plan(Struct):
 
 
 class Predicted(Struct):
-    """The time of a step, predicted by ``ptdbench plan`` and ``ptdbench virtual``; nothing was measured."""
+    """The time of a step, predicted by ``ptdbench plan`` and ``ptdbench virtual``, without measuring it."""
 
     step_seconds: Quantity | None = None  #: Duration of a step.
     low: Quantity | None = None  #: The shortest duration that is likely, without a measured run to compare with.
@@ -331,6 +331,7 @@ class Clocks(Struct):
     #: ``temperature limit``, ``sync boost``, ``board limit``, ``reliability limit``, as far as the driver counts them.
     #: Causes may coincide; null if it counts none.
     held_back: dict[str, Amount] | None = None
+    power_limit_watts: Amount | None = None  #: The power limit of the GPU; null if NVML does not report it.
 
 
 class Hardware(Struct):
@@ -481,7 +482,9 @@ class Record(Identity):
     virtual: Virtual | None = None  #: Results of a run on virtual GPUs; null for any other run.
     micro_batch: MicroBatch | None = None  #: How the micro-batch was found; null if it was given.
     plan: Plan | None = None  #: What the run will need; null unless it was only planned.
-    predicted: Predicted | None = None  #: How long its steps will take; null unless it was only planned.
+    #: How long its steps will take; in a measured run, what the latest ``ptdbench plan`` of it on such GPUs said; null
+    #: without one.
+    predicted: Predicted | None = None
     experts: Experts | None = None  #: Tokens by expert; null for a model without experts, and on virtual GPUs.
     sources: list[str] | None = None  #: ``--config-dir`` and the like, as typed for the run; null if unknown.
     #: Environment variables that ``hydra.job.env_set`` gives the run; null if unknown.

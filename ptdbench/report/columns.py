@@ -162,6 +162,8 @@ COLUMNS = (
     *(planned(heading) for heading in virtual.PLANNED if heading not in ("allocated", "reserved")),  # those below
     _figure("predicted ms", "predicted_ms", attrgetter("run.predicted.step_seconds"), _milliseconds, scale=1e3,
             field="predicted", tables=("file", "page"), drop_order=4),
+    _figure("prediction off", "prediction_off", attrgetter("run.prediction_error"), "{:+.1%}".format, scale=100,
+            tables=("file", "page"), drop_order=3),
     _figure("bound by", "bound_by", attrgetter("run.predicted.bound_by"), is_text=True, tables=("file", "page"),
             drop_order=3),
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",

@@ -191,6 +191,7 @@ _OF_RUN: tuple[Callable[[RunRecord], str | None], ...] = (
     _passed_ceiling,
     _data_wait,
     _held_back,
+    virtual.as_predicted,
     attrgetter("remarks.pipeline"),
     attrgetter("remarks.kernels"),
     lambda run: run.remarks.cut_short and f"took {run.remarks.cut_short}",

@@ -229,6 +229,16 @@ def _predicted(record: RunRecord, width: int) -> Iterator[str]:
         yield wrap(f"{size_text(step.guessed_bytes)} that kernels move in this step are a guess", width)
 
 
+def as_predicted(record: RunRecord) -> str | None:
+    """Return how right a prediction of a run was that has been measured since; ``None`` without one."""
+    off, step = record.prediction_error, record.predicted
+    if off is None or not step.step_seconds:
+        return None
+    anchor = f" (level set by {step.anchor})" if step.anchor else ""
+    way = "longer" if off > 0 else "shorter"
+    return f"the predicted step, {three_digits(1e3 * step.step_seconds)} ms{anchor}, is {abs(off):.1%} {way}"
+
+
 def of_program(record: RunRecord, width: int) -> str:
     """Render what a program of one's own did, and how it ended; see :mod:`ptdbench.run.program`."""
     lines = [wrap(f"error: {record.error.message}", width)] if record.status != "ok" else []

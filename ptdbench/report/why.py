@@ -9,7 +9,7 @@ from ptdbench.comparison.ranking import Standing
 from ptdbench.profiling.phases import PHASES
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Communication, Phases
-from ptdbench.report import recorded_phases
+from ptdbench.report import recorded_phases, virtual
 from ptdbench.report.text import difference
 from ptdbench.units import bytes_text, three_digits
 
@@ -91,6 +91,8 @@ def remarks(record: RunRecord, called: str) -> Iterator[str]:
         )
     if bubble := _bubble(record):
         yield f"{called}: bubble {bubble}"
+    if predicted := virtual.as_predicted(record):
+        yield f"{called}: {predicted}"
     if ranks := "; ".join([*_uneven(phases), *_straggler(phases)]):
         yield f"{called}: {ranks}"
 

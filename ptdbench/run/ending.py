@@ -18,9 +18,11 @@ from ptdbench.launch.slurm import SlurmError
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import Peer, World
 from ptdbench.measure.hardware import environment
+from ptdbench.planning import measured
 from ptdbench.records import failure, ledger, record
 from ptdbench.records.failure import is_stop, root_cause
 from ptdbench.records.ownership import Attempt, slurm_job
+from ptdbench.records.run_record import typed
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
 from ptdbench.setup import config, run_spec
@@ -31,6 +33,7 @@ def write_result(
     attempt: Attempt, spec: run_spec.RunSpec, device: torch.device, met: Sequence[Peer], outcome: Outcome
 ) -> None:
     """Write the result of the run: the record, and from it the summary for TensorBoard and logging services."""
+    is_on_gpus = device.type == "cuda" and not spec.virtual
 
     def finish(written: dict[str, Any]) -> Written:
         done = written | {
@@ -42,7 +45,10 @@ def write_result(
         }
         if outcome.error:
             return record.failed(done, failure.describe(outcome.error, rank=0))
-        return record.stopped(done, outcome.stopped, outcome.saved) if outcome.stopped else done
+        if outcome.stopped:
+            return record.stopped(done, outcome.stopped, outcome.saved)
+        predicted = measured.prediction(typed(done)) if is_on_gpus else None
+        return done | {"predicted": predicted} if predicted else done
 
     done = attempt.amend(finish)
     if done is None:
@@ -50,6 +56,8 @@ def write_result(
     if done.get("steps"):
         for log in outcome.logs:
             log.finish(done, closes=not outcome.profiles)
+    if is_on_gpus:
+        measured.keep(typed(done))
     if outcome.stopped and outcome.saved:
         _requeue(attempt, spec.config.cluster, done, outcome.stopped)
 

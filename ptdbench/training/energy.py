@@ -87,9 +87,10 @@ class Gpu:
         return Counted(self.device, *((0, 0.0, 0.0) if reason else (self._steps, self._seconds, self._joules)), reason)
 
     def clocks(self, rank: int) -> Clocks:
-        """Return what held back the clocks of a rank's GPU."""
+        """Return what held back the clocks of a rank's GPU, and its power limit."""
         shares = {words: min(1.0, self._held[words] / self._held_seconds) for words in sorted(self._held)}
-        return Clocks(rank, held_back=shares or None)
+        limit = gpu_state.power_limit(self._nvml, self._handle) if self._nvml else None
+        return Clocks(rank, held_back=shares or None, power_limit_watts=limit)
 
     def close(self) -> None:
         """Shut NVML down."""

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import torch
 
-from ptdbench.planning import anchors, plans
+from ptdbench.planning import anchors, measured, plans
 from ptdbench.planning.anchors import Anchor
 from ptdbench.problems import ConfigError
 from ptdbench.records.store import write_record
@@ -44,10 +45,28 @@ def test_a_measured_run_is_planned_as_it_ran(tmp_path):
     ({"nodes": ["a", "b"]}, "it ran on several nodes"),
     ({"environment": {"devices": ["NVIDIA L4"]}}, "it was measured on NVIDIA L4, and the plan is for NVIDIA H200"),
     ({"precision": "fp32"}, "its precision is fp32, and the plan's bf16"),
+    ({"hardware": {"clocks": [{"rank": 0, "power_limit_watts": 500.0}]}},
+     "the power limit of its GPUs is 500 W, and the plan's 700 W; try virtual.gpu.power=500"),
 ])  # fmt: skip
 def test_what_sets_no_level_is_refused(tmp_path, changes, reason):
     with pytest.raises(ConfigError, match=f"--anchor={tmp_path}: {reason}"):
         read(tmp_path, MEASURED | changes)
+
+
+@pytest.mark.parametrize(("changes", "count"), [
+    ({}, 1),
+    ({"hardware": None}, 0),  # an unknown power limit
+    ({"hardware": {"clocks": [{"rank": 0, "power_limit_watts": 600.0}]}}, 0),
+    ({"environment": {"devices": ["NVIDIA H200"], "torch": "2.8"}}, 0),
+    ({"precision": "fp32"}, 0),
+])  # fmt: skip
+def test_cached_runs_of_the_same_device_torch_and_power_limit_are_anchors(cache, changes, count):
+    environment = {"devices": ["NVIDIA H200"], "torch": torch.__version__}
+    hardware = {"clocks": [{"rank": 0, "power_limit_watts": 700.0}]}
+    measured.keep(MEASURED | {"environment": environment, "hardware": hardware, **changes})
+    several_nodes = plans.composed([*WORDS, "virtual=h200", "cluster.nodes=2"]).configs
+    assert len(anchors.cached([PLAN])) == count
+    assert anchors.cached(several_nodes) == []  # whose steps have no predicted time
 
 
 @pytest.mark.parametrize(("changes", "levels", "level", "deviation", "doubt"), [

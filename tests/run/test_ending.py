@@ -129,11 +129,25 @@ def test_stopped_run_says_what_it_saved_and_is_requeued_only_then(directory, mon
     requeued = []
     monkeypatch.setattr(ending, "_requeue", lambda *_: requeued.append(saved))
     store.write_record(directory, {**OPEN, "directory": "run"})
-    spec = SimpleNamespace(config=SimpleNamespace(cluster=None))
+    spec = SimpleNamespace(config=SimpleNamespace(cluster=None), virtual=None)
     ending.write_result(attempt(directory), spec, torch.device("cpu"), [], Outcome(stopped="SIGUSR2", saved=saved))
     written = store.load_record(directory)
     assert (says in written["error"]["message"], written["status"]) == (True, "preempted")
     assert requeued == [True] * (saved is True)
+
+
+@pytest.mark.parametrize(("device", "virtual"), [("cuda", None), ("cuda", "h200"), ("cpu", None)])
+def test_a_run_measured_on_gpus_has_its_prediction_and_is_cached(directory, monkeypatch, device, virtual):
+    cached = []
+    monkeypatch.setattr(ending.measured, "prediction", lambda _: {"step_seconds": 0.1})
+    monkeypatch.setattr(ending.measured, "keep", lambda run: cached.append(run.predicted.step_seconds))
+    monkeypatch.setattr(ending, "environment", lambda _: {})
+    store.write_record(directory, {**OPEN, "directory": "run"})
+    spec = SimpleNamespace(config=SimpleNamespace(cluster=None), virtual=virtual)
+    ending.write_result(attempt(directory), spec, torch.device(device), [], Outcome())
+    is_measured = (device, virtual) == ("cuda", None)
+    assert cached == [0.1] * is_measured
+    assert store.load_record(directory).get("predicted") == ({"step_seconds": 0.1} if is_measured else None)
 
 
 def test_the_warning_ahead_of_a_time_limit_is_told_as_what_it_is():

@@ -35,6 +35,7 @@ def made_nvml(*lacks: str) -> SimpleNamespace:
         "nvmlDeviceGetHandleByUUID": lambda uuid: {"GPU-a": "handle"}[uuid],
         "nvmlDeviceGetTotalEnergyConsumption": lambda handle: nvml.millijoules,
         "nvmlDeviceGetViolationStatus": lambda handle, policy: SimpleNamespace(violationTime=nvml.nanoseconds[policy]),
+        "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 500_000,
         **dict.fromkeys(lacks, mock.Mock(side_effect=RuntimeError("Not Supported"))),
     }
     vars(nvml).update(answers)
@@ -54,6 +55,7 @@ class TestGpu:
         self.work(nvml, joules=1000, held=7)  # between the stretches
         assert metered(gpu, lambda: self.work(nvml, held=0.8)).joules == 600.0
         assert gpu.clocks(0).held_back == {"power limit": pytest.approx(2 / 20), "temperature limit": 0.0}
+        assert gpu.clocks(0).power_limit_watts == 500.0
         assert nvml.is_up
         gpu.close()
         assert not nvml.is_up

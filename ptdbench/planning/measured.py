@@ -1,0 +1,67 @@
+"""Measured runs on GPUs, cached for plans of such GPUs; and what a plan predicted of a run that is measured later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from msgspec import to_builtins
+
+from ptdbench import cache
+from ptdbench.files import strict
+from ptdbench.planning.tries import try_options
+from ptdbench.records.effects import affects
+from ptdbench.records.run_record import RunRecord
+from ptdbench.setup.config import of_record
+
+#: The folders in the cache: predictions by plans, and records of measured runs.
+_PREDICTIONS, _RUNS = "predictions", "measured"
+
+#: Maximum number of cached runs.
+_MOST = 100
+
+#: Groups and options of a configuration that say where a step runs; its ranks and their device are parts of the key.
+_PLACE = ("cluster", "virtual", "device", "memory_reserve", "timeout_minutes")
+
+
+def keep(run: RunRecord) -> None:
+    """Cache a run that was measured on GPUs of one node, in place of an earlier one of the same work."""
+    if (key := _key(run)) and run.throughput:
+        with suppress(OSError):
+            cache.keep(_RUNS, key, {"record": strict(run.written)})
+            for path, _ in [*cache.latest(_RUNS)][_MOST:]:
+                path.unlink(missing_ok=True)
+
+
+def runs() -> Iterator[RunRecord]:
+    """Yield the cached runs, the latest first, without those that this version cannot read."""
+    for _, content in cache.latest(_RUNS):
+        with suppress(KeyError, TypeError, ValueError):
+            yield RunRecord.of(content["record"])
+
+
+def keep_prediction(planned: RunRecord) -> None:
+    """Cache what a plan says of a step, for when the run is measured."""
+    if planned.predicted.step_seconds and (key := _key(planned)):
+        with suppress(OSError):
+            cache.keep(_PREDICTIONS, key, {"predicted": to_builtins(planned.predicted)})
+
+
+def prediction(run: RunRecord) -> dict[str, Any] | None:
+    """Return what the latest plan of this work on this GPU and torch predicted of its step, if there was one."""
+    key = _key(run)
+    return cache.look_up(_PREDICTIONS, key).get("predicted") if key else None
+
+
+def _key(run: RunRecord) -> dict[str, Any] | None:
+    """Return what determines the time of a training step on the GPUs of one node; ``None`` for another run."""
+    devices = {name.removeprefix("virtual ") for name in run.environment.devices or ()}
+    if len(devices) != 1 or not run.layout.micro_batch or len(run.nodes) > 1:
+        return None
+    config = of_record(run.written)
+    batch = {"train.global_batch": run.global_batch, "train.micro_batch": run.layout.micro_batch, "train.steps": 1}
+    options = config.changed({**try_options(config), **batch}).resolved
+    kept = {name: value for name, value in options.items() if name not in _PLACE and not affects(name, "nothing")}
+    place = {"ranks": run.world_size, "device": devices.pop(), "torch": run.environment.torch}
+    return {"config": strict(kept, str), **place}
