@@ -3,7 +3,7 @@
 import shlex
 
 from ptdbench.commands.report import _subtitle
-from ptdbench.report import virtual
+from ptdbench.report import virtual, why
 from ptdbench.report.markdown import markdown
 from ptdbench.report.page.document import content
 from ptdbench.report.remarks import reason
@@ -175,3 +175,11 @@ def test_predicted_steps_order_plans_in_tables_and_lines():
     )
     lines = virtual.explained(records[0], "tp", 140).splitlines()
     assert "predicted: a step of 200 ms (160 ms to 250 ms), bound by products" in lines
+
+
+def test_a_measured_run_says_how_far_its_prediction_was_off():
+    predicted = {"step_seconds": 0.1, "samples_per_second": 200.0, "anchor": "outputs/b"}  # measured: 250 samples/s
+    text = "the predicted step, 100 ms (level set by outputs/b), is 25.0% longer than measured"
+    assert virtual.as_predicted(run(predicted=predicted)) == text
+    assert f"ddp: {text}" in why.remarks(run(predicted=predicted), "ddp")
+    assert virtual.as_predicted(run()) is None
