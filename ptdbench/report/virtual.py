@@ -236,7 +236,8 @@ def as_predicted(record: RunRecord) -> str | None:
         return None
     anchor = f" (level set by {step.anchor})" if step.anchor else ""
     way = "longer" if off > 0 else "shorter"
-    return f"the predicted step, {three_digits(1e3 * step.step_seconds)} ms{anchor}, is {abs(off):.1%} {way} than measured"
+    predicted = f"the predicted step, {three_digits(1e3 * step.step_seconds)} ms{anchor},"
+    return f"{predicted} is {abs(off):.1%} {way} than measured"
 
 
 def of_program(record: RunRecord, width: int) -> str:
