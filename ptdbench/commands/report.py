@@ -129,8 +129,7 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
 
 
 def _text(form: str, title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
-    from ptdbench.report.latex import latex
-    from ptdbench.report.markdown import markdown
+    from ptdbench.report.markup import latex, markdown
     from ptdbench.report.page.document import page
 
     write: Callable[[str, str, Sequence[RunRecord]], str] = {"html": page, "md": markdown, "latex": latex}[form]

@@ -4,7 +4,7 @@ import shlex
 
 from ptdbench.commands.report import _subtitle
 from ptdbench.report import virtual
-from ptdbench.report.markdown import markdown
+from ptdbench.report.markup import markdown
 from ptdbench.report.page.document import content
 from ptdbench.report.remarks import reason
 from ptdbench.report.table import of_plans, render
