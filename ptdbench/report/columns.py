@@ -12,7 +12,7 @@ from ptdbench.comparison import predictions, ranking
 from ptdbench.comparison.alternatives import Alternative, sweep_of
 from ptdbench.comparison.ranking import Standing, interval_text, margin_text
 from ptdbench.records.run_record import RunRecord
-from ptdbench.report import remarks, text, virtual, why
+from ptdbench.report import remarks, steps, text, virtual
 from ptdbench.report.labels import names, title
 from ptdbench.report.text import MISSING, figure_text
 from ptdbench.units import memory_text, three_digits
@@ -299,6 +299,6 @@ def _answer(rows: Sequence[Row], unit: str) -> str:
 
 
 def _why(rows: Sequence[Row]) -> list[str]:
-    groups = why.in_order({row.name: row.place for row in rows if row.place.rate})
-    doubts = [doubt for group in groups for name, run in group.items() for doubt in why.doubt(run, name)]
-    return [*why.against_first(groups)[:_EXPLAINED], *doubts[:_EXPLAINED]]
+    groups = steps.behind_first({row.name: row.place for row in rows if row.place.rate})
+    doubts = [doubt for group in groups for name, run in group.items() for doubt in steps.doubt_about_phases(run, name)]
+    return [*steps.against_first(groups)[:_EXPLAINED], *doubts[:_EXPLAINED]]

@@ -19,8 +19,8 @@ from ptdbench.records.effects import short_names
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Evaluation
 from ptdbench.records.store import Damaged
-from ptdbench.report import recorded_phases
 from ptdbench.report.labels import options
+from ptdbench.report.steps import recorded_step, why_no_phases
 
 #: The columns that become curves.
 _SHOWN = (*series.NUMBERS, "slowest_seconds")
@@ -62,7 +62,7 @@ def remaining(directory: Path, record: RunRecord, shown: int = 0, evaluated: int
 
 
 def _phases(record: RunRecord, time: float) -> list[Scalar]:
-    phases = {} if recorded_phases.missing(record) else recorded_phases.step(record).phases
+    phases = {} if why_no_phases(record) else recorded_step(record).phases
     tags = {f"step_seconds/{PHASES[name].replace(' ', '_')}": mean for name, mean in phases.items() if mean}
     return [Scalar(tag, mean, max((record.steps or 0) - 1, 0), time) for tag, mean in tags.items()]
 

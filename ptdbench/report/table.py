@@ -19,10 +19,11 @@ from ptdbench.measure.results import Findings
 from ptdbench.profiling import perfetto
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.store import RECORD, RESULTS, is_sweep, read_record, read_results, write_results
-from ptdbench.report import columns, recorded_phases, text, virtual
+from ptdbench.report import columns, text, virtual
 from ptdbench.report.columns import Row, Section
 from ptdbench.report.labels import names
 from ptdbench.report.remarks import reason
+from ptdbench.report.steps import why_no_phases
 from ptdbench.report.text import MISSING, Column, wrap
 from ptdbench.report.workload_tables import TABLES
 from ptdbench.terminal import command, echo
@@ -74,7 +75,7 @@ def closing_lines(directory: Path, records: Sequence[RunRecord] = ()) -> str:
     shown = shlex.quote(os.path.relpath(directory))
     of_sweep = (directory / RESULTS).exists()
     lines = [f"records      {shown}/{RESULTS if of_sweep else RECORD}"]
-    if any(recorded_phases.missing(record) is None for record in records):
+    if any(why_no_phases(record) is None for record in records):
         lines.append(f"phases       {command('explain')} {shown}")
     elif any(map(virtual.has_figures, records)):
         lines.append(f"memory       {command('explain')} {shown}")

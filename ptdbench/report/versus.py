@@ -20,8 +20,8 @@ from ptdbench.records.run_record import RunRecord
 from ptdbench.report import remarks
 from ptdbench.report.columns import unit
 from ptdbench.report.labels import names
-from ptdbench.report.recorded_phases import work_difference
 from ptdbench.report.remarks import listed, reason
+from ptdbench.report.steps import work_difference
 from ptdbench.report.text import MISSING, drawn, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits

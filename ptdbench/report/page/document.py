@@ -17,11 +17,13 @@ from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.profiling.schedule import PASSES
 from ptdbench.records.effects import options_affecting
 from ptdbench.records.run_record import RunRecord
-from ptdbench.report import breakdown, columns, recorded_phases, table, virtual
+from ptdbench.report import columns, table, virtual
 from ptdbench.report.columns import Row, Section
+from ptdbench.report.explanation import memory_of_largest_rank
 from ptdbench.report.labels import Environments, by_option, short_paths, titles, varying
 from ptdbench.report.page import curves
 from ptdbench.report.remarks import reason
+from ptdbench.report.steps import recorded_step, why_no_phases
 from ptdbench.report.text import MISSING
 from ptdbench.terminal import ESCAPED, plain
 
@@ -116,7 +118,7 @@ def _row(row: Row, environments: Environments) -> dict[str, object]:
     """Return the figures of all columns and plots, in the units of records."""
     place, record = row.place, row.run
     against, rate, margin = place.against_best, place.rate, place.margin
-    has_phases = not record.kind and not recorded_phases.missing(record)
+    has_phases = not record.kind and not why_no_phases(record)
     return {
         **{column.field or column.name: column.value(row) for column in columns.COLUMNS},
         "texts": {column.name: text for column in columns.COLUMNS if (text := column.cell(row)) != MISSING},
@@ -128,8 +130,8 @@ def _row(row: Row, environments: Environments) -> dict[str, object]:
         "ratio_high": against and against.high,
         "step_p5": record.step_seconds.p5,
         "step_p95": record.step_seconds.p95,
-        "phases": [*recorded_phases.step(record).phases.values()] if has_phases else None,
-        "kinds": (kinds := breakdown.memory_of_largest_rank(record)) and list(kinds.values()),
+        "phases": [*recorded_step(record).phases.values()] if has_phases else None,
+        "kinds": (kinds := memory_of_largest_rank(record)) and list(kinds.values()),
         "command": record.rerun_command(),
         "runs": [_run(run, environments) for run in row.runs],
     }
