@@ -23,7 +23,7 @@ from ptdbench.files import lack_of_space
 from ptdbench.grouping import grouped
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
-from ptdbench.profiling import events, perfetto, schedule, trace
+from ptdbench.profiling import events, perfetto, trace
 from ptdbench.profiling.phases import PHASES, PhaseTimes, Traffic, partition
 from ptdbench.records.schema import Communication, Metrics, Phases
 from ptdbench.training import traces
@@ -214,7 +214,7 @@ _LABELLED: tuple[tuple[type, str, Callable[..., str]], ...] = (
 
 def _chunk(stage: PipelineStage, kind: str, microbatch: int) -> str:
     """Return the label of a pass of a micro-batch, in torch's notation of schedules."""
-    return f"{schedule.CHUNK}{stage.stage_index}{kind}{microbatch}"
+    return f"{perfetto.CHUNK}{stage.stage_index}{kind}{microbatch}"
 
 
 @contextmanager
