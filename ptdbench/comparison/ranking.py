@@ -1,10 +1,17 @@
-"""The alternatives of a group, fastest first, and the certainty of their order, in the words of all tables."""
+"""The alternatives of a group, fastest first, and the certainty of their order, in the words of all tables.
+
+Plans are ordered by predicted steps. Such a step is made of products, memory-bound work, messages and so on. The error
+of a part is common to all steps on a device, so it cancels as far as two steps have the same share of it; what is left
+of each step's own is the residual.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
+from statistics import NormalDist
 
 from ptdbench.comparison import significance, variation
 from ptdbench.comparison.alternatives import Alternative, comparable
@@ -12,7 +19,7 @@ from ptdbench.comparison.significance import LEVEL, POWER, Comparison, level_of_
 from ptdbench.comparison.variation import MIN_RUNS, Difference, Pool
 from ptdbench.grouping import grouped
 from ptdbench.records.run_record import RunRecord
-from ptdbench.records.schema import Degree
+from ptdbench.records.schema import Degree, Predicted
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
 
@@ -135,6 +142,53 @@ def _in_order(faster: Sequence[set[int]], means: Sequence[float]) -> Iterator[in
         for other in waiting:
             behind[other] -= number in faster[other]
         yield number
+
+
+#: Standard deviation of the logarithm of a predicted step that no part explains: kernels and gaps of its own.
+RESIDUAL = 0.012
+
+
+def rank_predicted(plans: Sequence[RunRecord]) -> list[Standing]:
+    """Rank plans by their predicted steps, fastest first; those without a time come last.
+
+    Ranges of ranks hold simultaneously, intervals one by one. Only plans of the same global batch may be compared, so
+    rates are.
+    """
+    timed = sorted((plan for plan in plans if plan.predicted.rate), key=lambda plan: -plan.predicted.rate)
+    level = LEVEL / max(1, math.comb(len(timed), 2))
+    wide, narrow = (NormalDist().inv_cdf(1 - chance / 2) for chance in (level, LEVEL))
+    slower: list[set[int]] = [set() for _ in timed]
+    for fast, slow in permutations(range(len(timed)), 2):
+        first, second = timed[fast].predicted, timed[slow].predicted
+        if math.log(first.rate / second.rate) > wide * prediction_error(first, second):
+            slower[slow].add(fast)
+    places = [
+        Standing(
+            alternative=Alternative([plan], {}),
+            rank=ends if len(timed) > 1 else None,
+            rate=plan.predicted.rate,
+            ratio=plan.predicted.rate / timed[0].predicted.rate,
+            against_best=_against(plan.predicted, timed[0].predicted, narrow) if number else None,
+            number=number,
+            faster=slower[number],
+        )
+        for number, (plan, ends) in enumerate(zip(timed, significance.ranks(slower), strict=True))
+    ]
+    return [*places, *(Standing(Alternative([plan], {})) for plan in plans if not plan.predicted.rate)]
+
+
+def prediction_error(step: Predicted, other: Predicted) -> float:
+    """Return the standard deviation of the logarithm of two predicted steps' ratio, both with times."""
+    first, second = ({name: spent / (each.step_seconds or 1.0) for name, spent in (each.parts or {}).items()}
+                     for each in (step, other))  # fmt: skip
+    shares = {**(other.errors or {}), **(step.errors or {})}
+    parts = (share * (first.get(name, 0.0) - second.get(name, 0.0)) for name, share in shares.items())
+    return math.sqrt(sum(part**2 for part in parts) + 2 * RESIDUAL**2)
+
+
+def _against(step: Predicted, best: Predicted, quantile: float) -> Comparison:
+    margin, ratio = math.exp(quantile * prediction_error(step, best)), step.rate / best.rate
+    return Comparison(ratio, ratio / margin, ratio * margin, runs=0, is_paired=False, detectable=margin - 1)
 
 
 def remark(places: Sequence[Standing]) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from ptdbench.comparison import predictions, ranking
+from ptdbench.comparison import ranking
 from ptdbench.comparison.alternatives import Alternative, sweep_of
 from ptdbench.comparison.ranking import Standing, interval_text, margin_text
 from ptdbench.records.run_record import RunRecord
@@ -282,7 +282,9 @@ def _section(places: Sequence[Standing]) -> Section:
 def _predicted_order(rows: Sequence[Row]) -> list[Row]:
     """Order rows without any measurement by their predicted steps; their rates stay unknown."""
     of_run = {id(row.run): row for row in rows}
-    places = [(place, of_run[id(place.alternative.runs[0])]) for place in predictions.rank([row.run for row in rows])]
+    places = [
+        (place, of_run[id(place.alternative.runs[0])]) for place in ranking.rank_predicted([row.run for row in rows])
+    ]
     return [Row(replace(place, rate=None, alternative=row.place.alternative), row.name) for place, row in places]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import ValidationError, convert
 
 from ptdbench import terminal
-from ptdbench.comparison import alternatives, predictions
+from ptdbench.comparison import alternatives, ranking
 from ptdbench.grouping import grouped
 from ptdbench.measure.results import Findings
 from ptdbench.profiling import perfetto
@@ -148,7 +148,7 @@ def of_plans(records: Sequence[RunRecord], width: int) -> str:
     Those with a predicted time come first, the fastest of them at the top.
     """
     named = dict(zip(map(id, records), names(records), strict=True))
-    rows = [Row(place, named[id(place.alternative.runs[0])]) for place in predictions.rank(records)]
+    rows = [Row(place, named[id(place.alternative.runs[0])]) for place in ranking.rank_predicted(records)]
     is_timed = any(row.place.rate for row in rows)
     of_memory = [columns.planned(heading, lambda size: three_digits(size / 2**30)) for heading in virtual.PLANNED]
     if is_timed:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import astuple
 
-from ptdbench.comparison import predictions
-from ptdbench.comparison.ranking import spoken
+from ptdbench.comparison.ranking import rank_predicted, spoken
 from ptdbench.grouping import grouped
 from ptdbench.problems import in_shell
 from ptdbench.profiling import snapshots
@@ -84,8 +83,8 @@ def answer(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
     sizes = {name: size for name, run in named if run.kind == "virtual" and (size := run.metrics.peak_memory_bytes)}
     if least := min(sizes, key=sizes.__getitem__, default=None):
         yield f"Least memory: {least}, {memory_text(sizes[least])} on its largest rank; virtual runs have no times"
-    called = {id(run): name for name, run in named if predictions.rate_of(run)}
-    first = [place for place in predictions.rank([run for _, run in named if id(run) in called]) if not place.faster]
+    called = {id(run): name for name, run in named if run.predicted.rate}
+    first = [place for place in rank_predicted([run for _, run in named if id(run) in called]) if not place.faster]
     if len(called) > 1:
         leaders = spoken([called[id(place.alternative.runs[0])] for place in first])
         yield f"Predicted, not measured: {leaders} may be the fastest of {len(called)}"
@@ -147,7 +146,7 @@ def measuring(records: Sequence[RunRecord]) -> str:
 
     It measures the plans that fit; of those with a predicted time only the ones that may be the fastest.
     """
-    behind = [place.alternative.runs[0] for place in predictions.rank(records) if place.faster]
+    behind = [place.alternative.runs[0] for place in rank_predicted(records) if place.faster]
     fitting = [record for record in records if record.plan.fits and record not in behind]
     typed = dict.fromkeys(word.partition("=")[::2] for record in fitting for word in record.overrides or [])
     values = {name: ",".join(of_option) for name, of_option in grouped(typed).items()}

@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from ptdbench.comparison import predictions
 from ptdbench.comparison.alternatives import of_sweeps, sweep_of
 from ptdbench.files import strict
 from ptdbench.grouping import grouped
@@ -152,7 +151,7 @@ def _row(row: Row, environments: Environments) -> dict[str, object]:
         **{column.field or column.name: column.value(row) for column in columns.COLUMNS},
         "texts": {column.name: text for column in columns.COLUMNS if (text := column.cell(row)) != MISSING},
         "parallel": record.parallel,
-        "predicted_rate": predictions.rate_of(record) or None,
+        "predicted_rate": record.predicted.rate or None,
         "low": None if rate is None or margin is None else rate / (1 + margin),
         "high": None if rate is None or margin is None else rate * (1 + margin),
         "ratio_low": against and against.low,
