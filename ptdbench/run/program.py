@@ -10,7 +10,7 @@ from typing import Any
 
 from ptdbench.planning import step_time
 from ptdbench.prediction import log
-from ptdbench.profiling.kernels import by_kind
+from ptdbench.profiling.events import kernels_by_kind
 from ptdbench.records import accounts, record, schema, store
 from ptdbench.records.run_record import RunRecord, typed
 from ptdbench.records.schema import FirstStep, Messages, Predicted, Virtual
@@ -157,7 +157,7 @@ def _of_processes(machine: Machine, reports: Sequence[Mapping[str, Any]], which:
         step = report.get(which) or report.get("total") or {}
         peaks = step.get("allocated", {})
         for number, device in report["devices"].items():
-            kernels, messages = by_kind(step.get("kernels", {})), step.get("calls", {})
+            kernels, messages = kernels_by_kind(step.get("kernels", {})), step.get("calls", {})
             yield Virtual(
                 device=machine.gpu_name,
                 ranks=[report["rank"] if report["rank"] >= 0 else place],

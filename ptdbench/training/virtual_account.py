@@ -8,7 +8,7 @@ import torch
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import memory
-from ptdbench.profiling.kernels import by_kind
+from ptdbench.profiling.events import kernels_by_kind
 from ptdbench.records.accounts import merged
 from ptdbench.records.schema import Messages, Virtual
 from ptdbench.training import profile
@@ -51,7 +51,7 @@ def _of_rank(job: Job, loop: StepLoop) -> Virtual:
     with job.display.during("profiling"):
         seconds, step = _step(job, loop)
     account.host_seconds = [seconds]
-    account.kernels = {kind: [count] for kind, count in by_kind(step["kernels"]).most_common()}
+    account.kernels = {kind: [count] for kind, count in kernels_by_kind(step["kernels"]).most_common()}
     account.messages = {name: Messages(calls, step["bytes"][name]) for name, calls in step["calls"].items()}
     return account
 

@@ -1,5 +1,6 @@
 """What is said of runs on GPUs that are not there."""
 
+import pickle
 import shlex
 
 from ptdbench.commands.report import _subtitle
@@ -8,6 +9,7 @@ from ptdbench.report.markup import markdown
 from ptdbench.report.page.document import content
 from ptdbench.report.remarks import reason
 from ptdbench.report.table import of_plans, render
+from ptdbench.report.virtual import Allocated, largest_places
 from ptdbench.terminal import command
 from tests.report.made import loaded, made, run
 
@@ -175,3 +177,21 @@ def test_predicted_steps_order_plans_in_tables_and_lines():
     )
     lines = virtual.explained(records[0], "tp", 140).splitlines()
     assert "predicted: a step of 200 ms (160 ms to 250 ms), bound by products" in lines
+
+
+OURS = [{"filename": "/usr/torch/nn.py", "line": 1, "name": "inner"}, {"filename": "t.py", "line": 7, "name": "step"}]
+
+
+def entry(action, address, size, frames=()):
+    return {"action": action, "addr": address, "size": size, "frames": [*frames]}
+
+
+def test_largest_places_are_those_alive_at_the_peak(tmp_path):
+    """The peak is 60: the first tensor is freed before it, and the last one comes after it."""
+    trace = [
+        entry("alloc", 1, 40), entry("free_requested", 1, 40), entry("free_completed", 1, 40),
+        entry("alloc", 1, 20, OURS), entry("alloc", 2, 10, OURS), entry("alloc", 3, 30),
+        entry("free_completed", 3, 30), entry("alloc", 4, 25),
+    ]  # fmt: skip
+    (tmp_path / "snapshot").write_bytes(pickle.dumps({"device_traces": [[], trace]}))
+    assert largest_places(tmp_path / "snapshot") == [Allocated(30, 2, ("t.py:7 step",)), Allocated(30, 1, ())]

@@ -20,8 +20,7 @@ from ptdbench.parallel import apply, ring
 from ptdbench.parallel.pipeline_schedules import SCHEDULES
 from ptdbench.parallel.pipeline_stages import Stage
 from ptdbench.profiling import trace
-from ptdbench.profiling.events import CommCall, Interval, intersect, length, union
-from ptdbench.profiling.kernels import kernel_kind
+from ptdbench.profiling.events import CommCall, Interval, intersect, kernel_kind, length, union
 from ptdbench.profiling.phases import PHASES, PhaseTimes, Ready, divided, partition
 from ptdbench.training import profile, traces
 from ptdbench.training.loop import Update
