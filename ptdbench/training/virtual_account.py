@@ -9,7 +9,7 @@ from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import memory
 from ptdbench.profiling.events import kernels_by_kind
-from ptdbench.records.accounts import merged
+from ptdbench.records.record import merged_accounts
 from ptdbench.records.schema import Messages, Virtual
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
@@ -23,7 +23,7 @@ def account(job: Job, loop: StepLoop) -> Virtual | None:
     Called in all present ranks, when the steps of the loop are drained.
     """
     of_ranks: list[Virtual] = gather(_of_rank(job, loop))
-    return merged([of_ranks[rank] for rank in present(job)]) if job.world.is_first else None
+    return merged_accounts([of_ranks[rank] for rank in present(job)]) if job.world.is_first else None
 
 
 def present(job: Job) -> list[int]:
