@@ -1,15 +1,17 @@
-"""The profiling pass: a few extra steps under torch's profiler, after the timed steps, which have no labels.
+"""The profiling pass: extra steps under torch's profiler, after the timed steps, for the phases and memory of a step.
 
-These steps continue training, but their weights are not used.
+The timed steps have no labels. The extra ones continue training, but their weights are not used.
 """
 
 import math
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,12 @@ from ptdbench.files import lack_of_space
 from ptdbench.grouping import grouped
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
-from ptdbench.profiling import events, perfetto, trace
-from ptdbench.profiling.phases import PHASES, PhaseTimes, Traffic, partition
-from ptdbench.records.schema import Communication, Metrics, Phases
+from ptdbench.local_part import plain_tensors
+from ptdbench.profiling import allocations, events, perfetto, trace
+from ptdbench.profiling.allocations import Usage
+from ptdbench.profiling.phases import KINDS, PHASES, PhaseTimes, Traffic, partition
+from ptdbench.records.schema import Communication, Memory, Metrics, Phases
+from ptdbench.terminal import echo
 from ptdbench.training import traces
 from ptdbench.training.loop import StepLoop
 
@@ -73,16 +78,16 @@ def _count(steps: int, timed: float | None) -> int:
 
 
 def run(
-    job: Job, loop: StepLoop, steps: int, *, memory: bool = False, between: Callable[[], None] = lambda: None
+    job: Job, loop: StepLoop, steps: int, *, with_memory: bool = False, between: Callable[[], None] = lambda: None
 ) -> profile:
     """Run steps under the profiler, after a warm-up step, which virtual GPUs do not need.
 
-    The steps of the loop must be drained. ``memory``: record allocations too; ``between``: called in each step once the
-    gradients are complete.
+    The steps of the loop must be drained. ``with_memory``: record allocations too; ``between``: called in each step
+    once the gradients are complete.
     """
     first = loop.done
     counted = first + (job.spec.virtual is None)
-    with closing(loop.feed), profiled(job.device, memory) as recording:
+    with closing(loop.feed), profiled(job.device, with_memory) as recording:
         for number in range(first, counted + steps):
             with record_function("warm-up" if number < counted else f"{trace.STEP}{number}"):
                 step(loop, number, between)
@@ -172,6 +177,90 @@ def _bubble(job: Job) -> float | None:
     if layout.dims.pipeline == 1:
         return None
     return strategy.pipeline_schedule.bubble(layout.dims.pipeline, strategy.stages_on_rank, layout.microbatches)
+
+
+#: The folder in a run's directory with a snapshot of each rank's GPU memory, with ``profile.trace``.
+MEMORY_FOLDER = "memory"
+
+#: Maximum number of allocations in a snapshot of a GPU's memory.
+_ENTRIES = 200_000
+
+
+def memory(job: Job, loop: StepLoop) -> Memory | None:
+    """Split the memory of a step by purpose, at the end of a run; called in all ranks. ``None`` except on rank 0."""
+    state: dict[int, tuple[str, int]] = {}
+    keeps = job.spec.config.profile.trace and job.device.type == "cuda"
+    with job.display.during("profiling memory"):
+        with _snapshot(job) if keeps else nullcontext():
+            recording = run(job, loop, 1, with_memory=True, between=partial(_note, state, loop, job.device.type))
+        with job.watchdog.paused():
+            usage = _usage(recording, state, job.device.type)
+            if reason := reason_of_any(usage):
+                return Memory(reason=reason)
+            assert not isinstance(usage, str)
+            of_ranks: list[Usage] = gather(max(usage, key=lambda moment: moment.total))
+    if not job.world.is_first:
+        return None
+    peaks = [of_ranks[rank] for rank in present_ranks(job)]
+    return Memory(
+        ranks={kind: [peak.bytes[kind] for peak in peaks] for kind in KINDS},
+        moments=[peak.moment for peak in peaks],
+    )
+
+
+def present_ranks(job: Job) -> list[int]:
+    """Return the ranks that run; on virtual GPUs others may be absent."""
+    return list(job.world.present or range(job.world.size))
+
+
+def _usage(recording: Any, state: dict[int, tuple[str, int]], device_type: str) -> list[Usage] | str:
+    """Return the memory of the step, or why it is unknown: a failure must not cost the phases too."""
+    try:
+        return allocations.usage(allocations.read(recording, device_type), state)
+    except Exception as error:  # torch's tree of events is not a public interface
+        return f"cannot read the profiler's allocations: {type(error).__name__}: {error}"
+
+
+def _note(state: dict[int, tuple[str, int]], loop: StepLoop, device_type: str) -> None:
+    """Note the kind and the bytes of each storage of the training state, by address."""
+    state.clear()
+    with record_function(allocations.INVENTORY):
+        for kind, tensors in _state(loop).items():
+            for storage in (plain.untyped_storage() for tensor in tensors for plain in plain_tensors(tensor)):
+                if storage.device.type == device_type:
+                    state.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
+
+
+def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
+    """Return the tensors that live across steps, and the gradients, by kind."""
+    weights = list(loop.engine.module.parameters())
+    copies = [copy for part in loop.engine.parts if part.copies for copy in part.copies.tensors]
+    return {
+        "weights": [*weights, *loop.engine.module.buffers(), *copies],
+        "gradients": [weight.grad for weight in weights],
+        "optimizer": [
+            value
+            for values in loop.update.optimizer.state.values()
+            for value in (values.values() if isinstance(values, Mapping) else ())
+        ],
+    }
+
+
+@contextmanager
+def _snapshot(job: Job) -> Iterator[None]:
+    """Write a snapshot of the GPU's memory after the block, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
+    try:
+        yield
+        folder = job.directory / MEMORY_FOLDER
+        with job.watchdog.paused():
+            try:
+                folder.mkdir(exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(folder / f"rank{job.world.rank}.pickle"))
+            except (OSError, RuntimeError) as error:  # torch symbolizes stacks, which may fail
+                echo(f"warning: cannot write the memory snapshot: {error}", sys.stderr)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 #: A log level above errors, which include the absence of a GPU.

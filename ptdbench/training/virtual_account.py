@@ -23,12 +23,7 @@ def account(job: Job, loop: StepLoop) -> Virtual | None:
     Called in all present ranks, when the steps of the loop are drained.
     """
     of_ranks: list[Virtual] = gather(_of_rank(job, loop))
-    return merged_accounts([of_ranks[rank] for rank in present(job)]) if job.world.is_first else None
-
-
-def present(job: Job) -> list[int]:
-    """Return the ranks that run."""
-    return list(job.world.present or range(job.world.size))
+    return merged_accounts([of_ranks[rank] for rank in profile.present_ranks(job)]) if job.world.is_first else None
 
 
 def _of_rank(job: Job, loop: StepLoop) -> Virtual:

@@ -295,7 +295,7 @@ def test_a_run_whose_pass_fails_was_ok_before(tmp_path):
 
 def test_a_run_whose_memory_is_not_split_keeps_its_phases_and_its_curves_end_well(tmp_path):
     with pytest.raises(Failed):
-        RANKS.call(2, run_broken, composed(*TINY), tmp_path, "training.memory_split._usage", ZeroDivisionError())
+        RANKS.call(2, run_broken, composed(*TINY), tmp_path, "training.profile._usage", ZeroDivisionError())
     record = record_of(tmp_path)
     assert (record["status"], record["phases"]["steps"], record["memory"]) == ("ok", STEPS, None)
     assert record["nodes"]

@@ -15,7 +15,7 @@ from ptdbench.profiling import perfetto
 from ptdbench.profiling.phases import KINDS
 from ptdbench.setup import run_spec
 from ptdbench.setup.training_spec import TrainingSpec
-from ptdbench.training import memory_split
+from ptdbench.training import profile
 from tests.conftest import composed, read, record_of
 from tests.daily import cases
 from tests.shared_ranks import RANKS, carry_out
@@ -102,7 +102,7 @@ def run_unreadable(configuration: Any, directory: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         if os.environ["RANK"] == "1":
-            patched.setattr(memory_split.allocations, "read", Mock(side_effect=AttributeError("no such field")))
+            patched.setattr(profile.allocations, "read", Mock(side_effect=AttributeError("no such field")))
         carry_out(configuration, directory)
 
 
