@@ -3,9 +3,9 @@
 import pytest
 from msgspec.structs import asdict, replace
 
-from ptdbench.measure import diagnosis
 from ptdbench.measure.gpu_state import Gpu
 from ptdbench.measure.results import Finding
+from ptdbench.workloads import check
 
 UNKNOWN = Gpu(*[None] * len(Gpu.__struct_fields__))
 GPU = replace(
@@ -22,22 +22,22 @@ GPU = replace(
     ({0: 1.0}, {}),  # one alone has no peers
 ])  # fmt: skip
 def test_slow_is_what_is_below_the_median_of_its_peers(rates, expected):
-    assert diagnosis.slow(rates, dict.fromkeys(rates, "all"), 0.05) == pytest.approx(expected)
+    assert check.slow_rates(rates, dict.fromkeys(rates, "all"), 0.05) == pytest.approx(expected)
 
 
 def test_only_peers_count_and_of_all_attempts_the_best():
     rates = {"a": 900.0, "b": 890.0, "c": 20.0, "d": 10.0}
     peers = {"a": "near", "b": "near", "c": "far", "d": "far"}
-    assert diagnosis.slow(rates, peers, 0.05) == {"d": pytest.approx(0.5)}
-    assert diagnosis.slow(rates, peers, 0.6) == {}
-    assert diagnosis.best_of([{0: 5.0, 1: 9.0}, {0: 7.0, 1: 8.0}, {0: 6.0}]) == {0: 7.0, 1: 9.0}
+    assert check.slow_rates(rates, peers, 0.05) == {"d": pytest.approx(0.5)}
+    assert check.slow_rates(rates, peers, 0.6) == {}
+    assert check.best_rates([{0: 5.0, 1: 9.0}, {0: 7.0, 1: 8.0}, {0: 6.0}]) == {0: 7.0, 1: 9.0}
 
 
 def test_slow_ones_are_named_with_their_share_and_marked_if_other_load_may_have_slowed_them():
-    rank, loaded = diagnosis.slow_ranks({("bf16", 3): 0.9, ("bf16", 4): 0.9}, 5, {4})
+    rank, loaded = check.slow_ranks({("bf16", 3): 0.9, ("bf16", 4): 0.9}, 5, {4})
     text = "rank 3 reaches 90.0% of its peers' median in bf16 products, best of 5"
     assert (rank, loaded.beside_load) == (Finding("slow rank", [3], text), True)
-    link, *others = diagnosis.slow_links({(1, 2): 0.0001, (3, 4): 0.9, (4, 3): 0.9}, 2, {4})
+    link, *others = check.slow_links({(1, 2): 0.0001, (3, 4): 0.9, (4, 3): 0.9}, 2, {4})
     text = "rank 1 sends to rank 2 at less than 0.1% of the median of similar links, best of 2"
     assert link == Finding("slow link", [1, 2], text)
     assert [other.beside_load for other in others] == [True, True]
@@ -46,11 +46,11 @@ def test_slow_ones_are_named_with_their_share_and_marked_if_other_load_may_have_
 def test_the_verdict_and_versions_that_differ():
     """Busy is what other load may have caused, and nothing else."""
     slow = Finding("slow rank", [1], "slow", beside_load=True)
-    shared = [*diagnosis.gpu_troubles(0, replace(GPU, processes=2), 1, [0])]
+    shared = [*check.gpu_troubles(0, replace(GPU, processes=2), 1, [0])]
     findings = ([], [slow, slow], [slow, Finding("versions", [1], "")], shared)
-    assert [diagnosis.verdict(one) for one in findings] == ["sound", "busy", "unsound", "busy"]
+    assert [check.verdict_on(of_ranks) for of_ranks in findings] == ["sound", "busy", "unsound", "busy"]
     same = {"torch": "2.15.0", "python": "3.11.7", "driver": "550.54", "host": "n1"}
-    (finding,) = diagnosis.different_versions([same, {**same, "host": "n2"}, {**same, "driver": None, "host": "n3"}])
+    (finding,) = check.different_versions([same, {**same, "host": "n2"}, {**same, "driver": None, "host": "n3"}])
     assert finding == Finding("versions", [2], "driver differs: 550.54 on ranks 0, 1, None on rank 2")
 
 
@@ -71,6 +71,6 @@ def test_the_verdict_and_versions_that_differ():
 ])  # fmt: skip
 def test_troubles_of_a_gpu(changes, users, cores, kind, text):
     findings = [
-        (finding.kind, finding.text) for finding in diagnosis.gpu_troubles(4, replace(GPU, **changes), users, cores)
+        (finding.kind, finding.text) for finding in check.gpu_troubles(4, replace(GPU, **changes), users, cores)
     ]
     assert findings == ([(kind, text)] if kind else [])
