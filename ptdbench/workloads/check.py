@@ -15,10 +15,10 @@ from typing import Any, Generic, TypeVar
 from ptdbench.grouping import grouped
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.collect import gather
-from ptdbench.measure import ceiling, contention, gpu_state, results
+from ptdbench.measure import contention, gpu_state, results
 from ptdbench.measure.gpu_state import THROTTLES, Gpu, Gpus
 from ptdbench.measure.hardware import environment
-from ptdbench.measure.products import ProductShape
+from ptdbench.measure.products import ProductShape, time_products
 from ptdbench.measure.results import P2P, Finding, Matmul, OtherLoad, Pair, Verdict
 from ptdbench.measure.timing import median_of
 from ptdbench.problems import Problem, at_least, require
@@ -135,7 +135,7 @@ class Check:
     def products(self, job: Job) -> Matmul:
         """Measure the devices briefly."""
         shapes, alive = [_SHAPES[job.device.type]], job.watchdog.alive
-        return ceiling.measure(job.world, job.device, shapes, _DTYPES, _SECONDS, alive)
+        return time_products(job.world, job.device, shapes, _DTYPES, _SECONDS, alive)
 
     def messages(self, job: Job) -> P2P | None:
         """Measure the links briefly; ``None`` for a single rank."""
