@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from ptdbench.data.feed import Feed
 from ptdbench.grouping import grouped
 from ptdbench.kernels.loss_scaling import AgreedGradScaler
-from ptdbench.measure import clock, memory
+from ptdbench.measure import memory, timing
 from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.mesh import Mesh
@@ -116,7 +116,7 @@ class StepLoop:
         self.replica = mesh.dp.get_local_rank()  #: This rank's replica, which selects its share of the batch.
         self._memory = memory.in_use(device)
         self.first_step = 0  #: Number of steps before this loop, if resumed from a checkpoint.
-        self.clock = clock.for_device(device)  #: Times of the undrained steps.
+        self.clock = timing.clock_for(device)  #: Times of the undrained steps.
         #: This rank's share of each undrained step's loss, on the device; reading one synchronizes.
         self.losses: list[Tensor] = []
         self.memory_bytes: list[int] = []  #: Memory in use after each undrained step.

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from ptdbench.measure import clock
+from ptdbench.measure import timing
 
 
 def test_host_clock_counts_between_start_and_stop(monkeypatch):
     now = iter([100.0, 102.0, 150.0, 150.25, 160.0, 161.0])
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(now))
-    host = clock.for_device(torch.device("cpu"))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    host = timing.clock_for(torch.device("cpu"))
     for done in range(2):
         host.start()
         assert host.finished() == done, "a step that is under way"
@@ -52,11 +52,11 @@ class Count:
 
 
 @pytest.fixture
-def device(monkeypatch) -> clock.Clock:
+def device(monkeypatch) -> timing.Clock:
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(clock, "DeviceCount", Count)
+    monkeypatch.setattr(timing, "DeviceCount", Count)
     Event.device_now, Event.reached = 0.0, 0.0
-    return clock.for_device(torch.device("cuda", 0))
+    return timing.clock_for(torch.device("cuda", 0))
 
 
 def test_device_clock_counts_without_waiting(monkeypatch, device):
@@ -90,7 +90,7 @@ def test_forgotten_steps_are_not_counted(device):
 
 @pytest.mark.gpu
 def test_real_gpu_is_timed_by_its_stream():
-    device, x = clock.for_device(torch.device("cuda", 0)), torch.ones(4096, 4096, device="cuda")
+    device, x = timing.clock_for(torch.device("cuda", 0)), torch.ones(4096, 4096, device="cuda")
     for _ in range(2):
         device.start()
         x @ x

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptdbench.measure import clock, products
+from ptdbench.measure import products, timing
 from ptdbench.measure.products import ProductShape
 from ptdbench.measure.timing import Effort
 
@@ -66,7 +66,7 @@ def test_untimed_work_precedes_every_repetition(monkeypatch):
         def seconds(self):
             return [1.0] * order.count("stop")
 
-    monkeypatch.setattr(clock, "for_device", lambda device: Clock())
+    monkeypatch.setattr(timing, "clock_for", lambda device: Clock())
     products.repeat(lambda: order.append("work"), lambda: order.append("flush"), CPU, seconds=0)
     assert order == ["flush", "start", "work", "stop"] * (Effort.warmup + 1 + Effort.min_repetitions)
 
