@@ -15,7 +15,7 @@ import torch
 
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
-from ptdbench.measure import contention, gpu_state
+from ptdbench.measure import node_state
 from ptdbench.records.schema import Clocks, Energy, Hardware
 from ptdbench.training.loop import StepLoop
 
@@ -53,7 +53,7 @@ class Gpu:
         self._held_before: dict[str, int] = {}
         self._held: dict[str, float] = {}
         self._held_seconds = 0.0
-        self._nvml, self.reason = gpu_state.connect(nvml)
+        self._nvml, self.reason = node_state.connect_nvml(nvml)
         if self.reason is None:
             try:
                 self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -112,7 +112,9 @@ class Gpu:
         if not self._nvml:
             return {}
         question = "nvmlDeviceGetViolationStatus"
-        statuses = {words: gpu_state.ask(self._nvml, question, self._handle, key) for key, words in _POLICIES.items()}
+        statuses = {
+            words: node_state.ask_nvml(self._nvml, question, self._handle, key) for key, words in _POLICIES.items()
+        }
         return {words: status.violationTime for words, status in statuses.items() if status is not None}
 
 
@@ -148,9 +150,9 @@ class EnergyMeter:
         self._job, self._loop = job, loop
         self._warmup = job.spec.config.train.warmup_steps
         has_gpu = job.device.type == "cuda" and not job.spec.virtual
-        self._gpu = Gpu(socket.gethostname(), gpu_state.identity(job.device)) if has_gpu else None
+        self._gpu = Gpu(socket.gethostname(), node_state.gpu_identity(job.device)) if has_gpu else None
         self._counter = self._gpu if self._gpu and self._gpu.reason is None else None
-        self._load = contention.Watch(job.device)
+        self._load = node_state.LoadWatch(job.device)
         self._began: tuple[int, float] | None = None
 
     @contextmanager

@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 from ptdbench.grouping import grouped
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.collect import gather
-from ptdbench.measure import contention, gpu_state, results
-from ptdbench.measure.gpu_state import THROTTLES, Gpu, Gpus
+from ptdbench.measure import node_state, results
 from ptdbench.measure.hardware import environment
+from ptdbench.measure.node_state import THROTTLES, Gpu, Gpus
 from ptdbench.measure.products import ProductShape, time_products
 from ptdbench.measure.results import P2P, Finding, Matmul, OtherLoad, Pair, Verdict
 from ptdbench.measure.timing import median_of
@@ -147,7 +147,7 @@ class Check:
 
     def _until_sound(self, job: Job, measure: Callable[[], R], rates_of: Callable[[R], Rates[T]]) -> _Measured[R, T]:
         """Measure until nothing looks slow or attempts run out."""
-        watch = contention.Watch(job.device)
+        watch = node_state.LoadWatch(job.device)
         first = latest = measure()
         seen = []
         while True:
@@ -188,8 +188,8 @@ class _Facts:
         node, installed = job.peers[job.world.rank].node, environment(job.device.type)
         if job.device.type != "cuda":
             return cls(node, installed)
-        seen = gpu_state.inspect()
-        return cls(node, installed, seen, seen.get(gpu_state.identity(job.device)))
+        seen = node_state.inspect_gpus()
+        return cls(node, installed, seen, seen.get(node_state.gpu_identity(job.device)))
 
 
 def _product_rates(job: Job, matmul: Matmul) -> Rates[tuple[str, int]]:

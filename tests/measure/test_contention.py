@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from ptdbench.measure import contention
-from ptdbench.measure.contention import Spent, taken
+from ptdbench.measure import node_state
+from ptdbench.measure.node_state import Spent, cores_taken
 from ptdbench.measure.results import OtherLoad
 
 
@@ -31,8 +31,8 @@ def load(cores=2, taken=0.0, gpu_ranks=(), on_gpu=False):
 
 def test_user_nice_system_and_steal_are_busy(monkeypatch):
     counters = [Times(100, 20, 30, 400, 7, 8), Times(idle=1.0)]
-    monkeypatch.setattr(contention.psutil, "cpu_times", lambda percpu: counters)
-    assert contention._spent([1, 0, 99]) == {0: (158, 565), 1: (0.0, 1.0)}
+    monkeypatch.setattr(node_state.psutil, "cpu_times", lambda percpu: counters)
+    assert node_state._spent([1, 0, 99]) == {0: (158, 565), 1: (0.0, 1.0)}
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [
@@ -43,7 +43,7 @@ def test_user_nice_system_and_steal_are_busy(monkeypatch):
     ([Spent(0.0, 0.0, {}, [0])], (1, None)),  # nor does a run whose steps were all warm-up
 ])  # fmt: skip
 def test_taken_is_what_the_ranks_did_not_take_themselves(ranks, expected):
-    assert taken(ranks) == expected
+    assert cores_taken(ranks) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def observed(monkeypatch):
 
     def watch(counters, times):
         clock = iter(times)
-        monkeypatch.setattr(contention.psutil, "cpu_times", mock.Mock(side_effect=counters))
-        monkeypatch.setattr(contention, "gather", lambda value: [value])
-        monkeypatch.setattr(contention, "node", lambda environ: "n1")
-        monkeypatch.setattr(contention.settings, "own_cores", lambda: frozenset({0, 1}))
-        monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
-        return contention.Watch(torch.device("cpu"))
+        monkeypatch.setattr(node_state.psutil, "cpu_times", mock.Mock(side_effect=counters))
+        monkeypatch.setattr(node_state, "gather", lambda value: [value])
+        monkeypatch.setattr(node_state, "node", lambda environ: "n1")
+        monkeypatch.setattr(node_state.settings, "own_cores", lambda: frozenset({0, 1}))
+        monkeypatch.setattr(node_state, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
+        return node_state.LoadWatch(torch.device("cpu"))
 
     return watch
 
@@ -116,14 +116,14 @@ def spin(seconds, done, leave):
 
 
 def test_workers_are_ones_own_and_a_gpu_with_more_processes_is_shared():
-    before, done, leave = contention._cpu_seconds(), multiprocessing.Event(), multiprocessing.Event()
+    before, done, leave = node_state._cpu_seconds(), multiprocessing.Event(), multiprocessing.Event()
     worker = multiprocessing.Process(target=spin, args=(0.3, done, leave), daemon=True)
     worker.start()
     done.wait()
-    assert contention._cpu_seconds() - before > 0.25
+    assert node_state._cpu_seconds() - before > 0.25
     leave.set()
     worker.join()
     spent = Spent(1.0, 0.5, {0: 1.0}, [0])
     told = [("n1", spent, "GPU-a", 1), ("n1", spent, "GPU-b", 2), ("n2", spent, "GPU-c", 2), ("n2", spent, "GPU-c", 2)]
-    assert contention._of_node("n1", told, on_gpu=True).gpu_ranks == [1]
-    assert contention._of_node("n2", told, on_gpu=True).gpu_ranks == []
+    assert node_state._of_node("n1", told, on_gpu=True).gpu_ranks == [1]
+    assert node_state._of_node("n2", told, on_gpu=True).gpu_ranks == []

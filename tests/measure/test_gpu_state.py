@@ -6,7 +6,7 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from ptdbench.measure import gpu_state
+from ptdbench.measure import node_state
 
 
 def made(**others) -> SimpleNamespace:
@@ -37,7 +37,7 @@ def made(**others) -> SimpleNamespace:
 
 
 def test_a_gpu_is_described_and_what_it_does_not_tell_is_missing():
-    gpu = gpu_state.inspect(made()).gpus[1]
+    gpu = node_state.inspect_gpus(made()).gpus[1]
     assert (gpu.uuid, gpu.bus) == ("GPU-1", "bus1")
     assert gpu.clock_reasons == ["power cap", "too hot (hardware)"]
     assert (gpu.power_limit_watts, gpu.power_limit_default_watts) == (600, None)
@@ -45,7 +45,7 @@ def test_a_gpu_is_described_and_what_it_does_not_tell_is_missing():
 
 
 def test_links_are_named_as_nvidia_smi_names_them():
-    seen = gpu_state.inspect(made())
+    seen = node_state.inspect_gpus(made())
     assert seen.links == [
         ["SELF", "NV2", "PHB", "PHB"], ["NV2", "SELF", "SYS", "PHB"], ["PHB", "SYS", "SELF", "NV3"],
         ["PHB", "PHB", "NV3", "SELF"],
@@ -56,10 +56,12 @@ def test_links_are_named_as_nvidia_smi_names_them():
 
 def test_nvml_is_shut_down_and_a_node_without_it_says_so(monkeypatch):
     whole, broken = made(), made(nvmlDeviceGetCount=lambda: 1 / 0)
-    assert gpu_state.inspect(whole).reason is None
-    assert gpu_state.inspect(broken).reason == "NVML does not answer: division by zero"
+    assert node_state.inspect_gpus(whole).reason is None
+    assert node_state.inspect_gpus(broken).reason == "NVML does not answer: division by zero"
     assert whole.calls == broken.calls == ["init", "shutdown"]
     nvml = made(nvmlInit=mock.Mock(side_effect=RuntimeError("NVML Shared Library Not Found")))
-    assert gpu_state.inspect(nvml) == gpu_state.Gpus(reason="NVML does not answer: NVML Shared Library Not Found")
+    assert node_state.inspect_gpus(nvml) == node_state.Gpus(
+        reason="NVML does not answer: NVML Shared Library Not Found"
+    )
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu_state.inspect().reason == "the package nvidia-ml-py is not installed"
+    assert node_state.inspect_gpus().reason == "the package nvidia-ml-py is not installed"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from ptdbench.measure import contention
+from ptdbench.measure import node_state
 from ptdbench.measure.results import OtherLoad
 from ptdbench.workloads import check
 from ptdbench.workloads.check import Check
@@ -85,7 +85,7 @@ def test_what_is_refused(option, values, rule):
     ((None,), {}, 1),  # one rank has no links
 ])  # fmt: skip
 def test_slow_is_measured_again_and_named_after_the_last_attempt(monkeypatch, rounds, slow, attempts):
-    monkeypatch.setattr(contention, "Watch", lambda _: SimpleNamespace(stop=lambda: []))
+    monkeypatch.setattr(node_state, "LoadWatch", lambda _: SimpleNamespace(stop=lambda: []))
     left = iter(rounds)
     outcome = Check(attempts=3)._until_sound(
         SimpleNamespace(device=None), lambda: next(left), lambda rates: (rates or {}, dict.fromkeys(rates or {}, "all"))

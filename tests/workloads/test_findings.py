@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import asdict, replace
 
-from ptdbench.measure.gpu_state import Gpu
+from ptdbench.measure.node_state import Gpu
 from ptdbench.measure.results import Finding
 from ptdbench.workloads import check
 

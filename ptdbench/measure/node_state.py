@@ -1,15 +1,29 @@
-"""The state of a node's GPUs from NVML: clocks, limits, processes, and links.
+"""The state of a node: its GPUs from NVML, and the cores and GPUs that other processes use during a measurement.
 
-Requires the package ``nvidia-ml-py``. Values that a GPU or driver does not report are ``None``. Nothing here
-initializes CUDA or changes settings.
+NVML, of the package ``nvidia-ml-py``, reports clocks, limits, processes, and links; values that a GPU or driver does
+not report are ``None``. Nothing here initializes CUDA or changes settings.
+
+Other load on a CPU is the busy time of the cores by the kernel's counters, minus the CPU time of the ranks; on a GPU,
+the processes that NVML lists.
 """
 
 import importlib
-from collections.abc import Sequence
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from msgspec import Struct
+
+from ptdbench.launch import settings
+from ptdbench.launch.collect import gather
+from ptdbench.launch.peers import node
+from ptdbench.measure.results import OtherLoad
 
 #: NVML's reasons why a GPU does not run at its highest clock: bits of <nvml.h>, in words.
 CLOCK_REASONS = {
@@ -68,9 +82,9 @@ class Gpus(Struct):
         return self.links[uuids.index(source.uuid)][uuids.index(target.uuid)]
 
 
-def inspect(nvml: Any = None) -> Gpus:
+def inspect_gpus(nvml: Any = None) -> Gpus:
     """Inspect the GPUs of this node; ``nvml`` replaces the module ``pynvml``."""
-    nvml, reason = connect(nvml)
+    nvml, reason = connect_nvml(nvml)
     if reason:
         return Gpus(reason=reason)
     try:
@@ -83,7 +97,7 @@ def inspect(nvml: Any = None) -> Gpus:
         nvml.nvmlShutdown()
 
 
-def connect(nvml: Any = None) -> tuple[Any, str | None]:
+def connect_nvml(nvml: Any = None) -> tuple[Any, str | None]:
     """Connect to NVML, which the caller must shut down; ``nvml`` replaces the module ``pynvml``.
 
     Return ``(module, None)``, or ``(None, reason)`` if NVML is not available.
@@ -100,7 +114,7 @@ def connect(nvml: Any = None) -> tuple[Any, str | None]:
     return nvml, None
 
 
-def identity(device: torch.device) -> str:
+def gpu_identity(device: torch.device) -> str:
     """Return NVML's identity of this GPU, or the PCI address of an AMD GPU."""
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs omit the PCI address
     if torch.version.hip:
@@ -110,15 +124,15 @@ def identity(device: torch.device) -> str:
 
 def clock_reasons_now(nvml: Any, handle: Any) -> list[str] | None:
     """Return what limits the clocks of a GPU now, in words; ``None`` if it is not reported."""
-    bits = ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
+    bits = ask_nvml(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
     if bits is None:  # drivers before 535 only know the older name
-        bits = ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        bits = ask_nvml(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
     return None if bits is None else [words for bit, words in CLOCK_REASONS.items() if bits & bit]
 
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:
     def query(question: str, *arguments: Any) -> Any:
-        return ask(nvml, question, handle, *arguments)
+        return ask_nvml(nvml, question, handle, *arguments)
 
     processes, place = query("nvmlDeviceGetComputeRunningProcesses"), query("nvmlDeviceGetPciInfo")
     mask = query("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)  # words of bits
@@ -145,10 +159,10 @@ def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Gpu]) -> list[list[
         if direct:
             return f"NV{direct}"
         pair = handles[source], handles[target]
-        over = ask(nvml, "nvmlDeviceGetP2PStatus", *pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        over = ask_nvml(nvml, "nvmlDeviceGetP2PStatus", *pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
         if ends[source] and over == nvml.NVML_P2P_STATUS_OK:  # through a switch, which uses all links of both
             return f"NV{min(len(ends[source]), len(ends[target]))}"
-        ancestor = ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", *pair)
+        ancestor = ask_nvml(nvml, "nvmlDeviceGetTopologyCommonAncestor", *pair)
         return None if ancestor is None else _ANCESTORS.get(ancestor)
 
     return [[between(source, target) for target in range(len(handles))] for source in range(len(handles))]
@@ -157,12 +171,12 @@ def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Gpu]) -> list[list[
 def _nvlink_ends(nvml: Any, handle: Any) -> list[str | None]:
     """List the bus addresses of the remote ends of all NVLinks that are up."""
     links = range(nvml.NVML_NVLINK_MAX_LINKS)
-    up = [number for number in links if ask(nvml, "nvmlDeviceGetNvLinkState", handle, number)]
-    others = [ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number) for number in up]
+    up = [number for number in links if ask_nvml(nvml, "nvmlDeviceGetNvLinkState", handle, number)]
+    others = [ask_nvml(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number) for number in up]
     return [_text(other.busId) if other else "unknown" for other in others]
 
 
-def ask(nvml: Any, question: str, *arguments: Any) -> Any:
+def ask_nvml(nvml: Any, question: str, *arguments: Any) -> Any:
     """Return NVML's answer, or ``None`` if the GPU, driver or ``pynvml`` does not support the query."""
     try:
         return getattr(nvml, question)(*arguments)
@@ -176,3 +190,95 @@ def _text(value: Any) -> Any:
 
 def _watts(milliwatts: int | None) -> float | None:
     return None if milliwatts is None else milliwatts / 1e3
+
+
+#: What counts as busy; ``steal`` is time taken by other virtual machines. Interrupts are ignored, as the ranks' own
+#: messages cause some.
+_BUSY = ("user", "nice", "system", "steal")
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds between two points in time, as measured by one rank."""
+
+    wall: float  #: Wall-clock time.
+    cpu: float  #: CPU time of this rank, with all threads and data workers.
+    busy: Mapping[int, float]  #: CPU time of all processes by core, except cores whose counters do not advance.
+    cores: Sequence[int]  #: The cores that the rank may use.
+
+
+class LoadWatch:
+    """Observes other load during one or several stretches of time, in all ranks; the first one begins at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._cores = device, sorted(settings.own_cores())
+        self._cpu, self._busy = 0.0, dict[int, float]()
+        self._began = self._now()
+        self.seconds = 0.0  #: The duration of all stretches.
+
+    def begin(self) -> None:
+        """Begin a stretch."""
+        self._began = self._now()
+
+    def end(self) -> None:
+        """End the stretch."""
+        (began, cpu, before), (ended, cpu_now, after) = self._began, self._now()
+        self.seconds += ended - began
+        self._cpu += cpu_now - cpu
+        for core in before.keys() & after.keys():
+            (busy, total), (busy_now, total_now) = before[core], after[core]
+            if total_now > total:
+                self._busy[core] = self._busy.get(core, 0.0) + busy_now - busy
+
+    def stop(self) -> list[OtherLoad]:
+        """End the stretch; see :meth:`load`."""
+        self.end()
+        return self.load()
+
+    def load(self) -> list[OtherLoad]:
+        """Return the load of each node over all stretches; called in all ranks, with the same result."""
+        spent, gpu, users = Spent(self.seconds, self._cpu, self._busy, self._cores), None, 0
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:  # which GPU, and how many processes NVML lists for it
+            gpu = gpu_identity(self._device)
+            users = ((state := inspect_gpus().get(gpu)) and state.processes) or 0
+        of_ranks: list[tuple[str, Spent, str | None, int]] = gather((node(os.environ), spent, gpu, users))
+        return [_of_node(name, of_ranks, on_gpu) for name in dict.fromkeys(name for name, *_ in of_ranks)]
+
+    def _now(self) -> tuple[float, float, dict[int, tuple[float, float]]]:
+        return time.perf_counter(), _cpu_seconds(), _spent(self._cores)
+
+
+def cores_taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
+    """Return how many cores the ranks of a node may use, and how many of them other processes used on average."""
+    busy = {core: seconds / rank.wall for rank in ranks for core, seconds in rank.busy.items()}
+    count = len({core for rank in ranks for core in rank.cores})
+    of_ranks = sum(rank.cpu / rank.wall for rank in ranks if rank.wall)  # 0 without a stretch, as after a few steps
+    return count, max(0.0, sum(busy.values()) - of_ranks) if len(busy) == count else None
+
+
+def _spent(cores: Sequence[int]) -> dict[int, tuple[float, float]]:
+    """Return the busy and the total seconds of each of these cores since the machine started, as far as it counts."""
+    times = dict(enumerate(psutil.cpu_times(percpu=True)))
+    counted = {core: times[core] for core in cores if core in times}
+    return {core: (sum(getattr(time, name, 0.0) for name in _BUSY), sum(time)) for core, time in counted.items()}
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and its workers."""
+    seconds = time.process_time()
+    for worker in multiprocessing.active_children():
+        with suppress(psutil.Error):  # it has ended meanwhile
+            spent = psutil.Process(worker.pid).cpu_times()
+            seconds += spent.user + spent.system
+    return seconds
+
+
+def _of_node(name: str, of_ranks: Sequence[tuple[str, Spent, str | None, int]], on_gpu: bool) -> OtherLoad:
+    ranks = [
+        (rank, spent, gpu, processes) for rank, (node, spent, gpu, processes) in enumerate(of_ranks) if node == name
+    ]
+    count, others = cores_taken([spent for _, spent, _, _ in ranks])
+    gpus = [gpu for _, _, gpu, _ in ranks]
+    shared = [rank for rank, _, gpu, processes in ranks if gpu and processes > gpus.count(gpu)]
+    return OtherLoad(name, count, others, shared, on_gpu)
