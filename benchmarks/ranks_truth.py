@@ -30,8 +30,7 @@ from scipy import stats
 from benchmarks.script import ROOT, keep, options
 from ptdbench.comparison import alternatives, significance
 from ptdbench.comparison.ranking import rank
-from ptdbench.comparison.significance import LEVEL
-from ptdbench.comparison.variation import Pool, Sample
+from ptdbench.comparison.significance import LEVEL, Pool, Sample
 from ptdbench.records import store
 from ptdbench.setup import runs
 from ptdbench.setup.config import Repeat

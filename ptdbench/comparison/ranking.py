@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from itertools import permutations
 from statistics import NormalDist
 
-from ptdbench.comparison import significance, variation
+from ptdbench.comparison import significance
 from ptdbench.comparison.alternatives import Alternative, comparable
-from ptdbench.comparison.significance import LEVEL, POWER, Comparison, level_of_look
-from ptdbench.comparison.variation import MIN_RUNS, Difference, Pool
+from ptdbench.comparison.significance import LEVEL, MIN_RUNS, POWER, Comparison, Difference, Pool, level_of_look
 from ptdbench.grouping import grouped
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Degree, Predicted
@@ -69,7 +68,7 @@ def _detected(share: float) -> str:
 def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Difference | None]:
     """Return the differences of pairs of alternatives, given the noise of all alternatives of the same model.
 
-    ``None`` for a pair in which one has fewer than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
+    ``None`` for a pair in which one has fewer than :data:`ptdbench.comparison.significance.MIN_RUNS` runs.
     """
     models = grouped((pair[0].median_run.model, (id(side), side.sample)) for pair in pairs for side in pair)
     pools = {model: Pool([*dict(samples).values()]) for model, samples in models.items()}
@@ -89,7 +88,7 @@ class Standing:
     rank: tuple[int, int] | None = None  #: The best and the worst rank that it may have; ``None`` if no run is ok.
     rate: float | None = None  #: Tokens or samples per second, geometric mean over runs.
     #: Upper half-width of the rate's confidence interval, as a share; ``None`` with fewer than
-    #: :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
+    #: :data:`ptdbench.comparison.significance.MIN_RUNS` runs.
     margin: float | None = None
     ratio: float | None = None  #: Its rate over the first place's; ``None`` if it has no rate.
     against_best: Comparison | None = None  #: The same ratio with its interval, if there are enough runs.
@@ -106,7 +105,7 @@ def rank(alternatives: Sequence[Alternative]) -> list[Standing]:
     level = level_of(run for alternative in alternatives for run in alternative.runs)
     ok = [alternative for alternative in alternatives if alternative.sample]
     samples = [alternative.sample for alternative in ok]
-    means, pool = [variation.geometric_mean(sample) or 0.0 for sample in samples], Pool(samples)
+    means, pool = [significance.geometric_mean(sample) or 0.0 for sample in samples], Pool(samples)
     faster = significance.faster(pool, samples, level)
     ranks = significance.ranks(faster)
     order = list(_in_order(faster, means))

@@ -9,11 +9,10 @@ from typing import Literal
 
 from msgspec.structs import asdict
 
-from ptdbench.comparison import alternatives, significance, variation
+from ptdbench.comparison import alternatives, significance
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.ranking import detectable_text, differences, interval_text, level_of, margin_text, of_models
-from ptdbench.comparison.significance import Comparison
-from ptdbench.comparison.variation import MIN_RUNS
+from ptdbench.comparison.significance import MIN_RUNS, Comparison
 from ptdbench.grouping import grouped
 from ptdbench.records.effects import affects, leaves
 from ptdbench.records.run_record import RunRecord
@@ -262,7 +261,7 @@ def _as_json(pair: Pair) -> dict[str, object]:
     difference = pair.difference
     sides = {
         word: {
-            "per_second": variation.geometric_mean(side.sample),
+            "per_second": significance.geometric_mean(side.sample),
             "runs": len(side.sample),
             "failed": len(_failed(side)),
             "interrupted": len(_interrupted(side)),
@@ -295,14 +294,14 @@ def _short(text: str) -> str:
 
 
 def _rate(side: Alternative, more: str) -> str:
-    rate = variation.geometric_mean(side.sample)
+    rate = significance.geometric_mean(side.sample)
     return MISSING if rate is None else f"{three_digits(rate)}{more}"
 
 
 def _ratio(pair: Pair) -> str:
     if pair.difference:
         return f"{pair.difference.ratio:.3f}{interval_text(pair.difference, 3)}"
-    before, after = (variation.geometric_mean(side.sample) for _, side in pair.sides)
+    before, after = (significance.geometric_mean(side.sample) for _, side in pair.sides)
     return f"{after / before:.3f}" if before and after else MISSING
 
 

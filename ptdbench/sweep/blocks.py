@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ptdbench.comparison import alternatives, ranking, significance
 from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.variation import Difference
+from ptdbench.comparison.significance import Difference
 from ptdbench.problems import Problem, require
 from ptdbench.records import store
 from ptdbench.report.labels import names

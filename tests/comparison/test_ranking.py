@@ -8,7 +8,7 @@ from scipy import stats
 
 from ptdbench.comparison import ranking, significance
 from ptdbench.comparison.alternatives import group
-from ptdbench.comparison.variation import Pool
+from ptdbench.comparison.significance import Pool
 from tests.report.made import failed, repeated, run
 
 #: Three rates that differ by about one per cent, in an order that differs from one block to the next.

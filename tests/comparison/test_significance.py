@@ -7,8 +7,7 @@ import pytest
 from scipy import stats
 
 from ptdbench.comparison import significance
-from ptdbench.comparison.significance import LEVEL, p_values
-from ptdbench.comparison.variation import MIN_RUNS, Difference, Pool, Sample
+from ptdbench.comparison.significance import LEVEL, MIN_RUNS, Difference, Pool, Sample, p_values
 from tests.comparison.test_variation import LAYOUTS, RANDOM, between, logs, sample
 
 
