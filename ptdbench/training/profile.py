@@ -1,4 +1,4 @@
-"""The profiling pass: extra steps under torch's profiler, after the timed steps, for the phases and memory of a step.
+"""The steps after the timed ones: for phases and memory under torch's profiler, and for the account of virtual GPUs.
 
 The timed steps have no labels. The extra ones continue training, but their weights are not used.
 """
@@ -26,13 +26,18 @@ from ptdbench.grouping import grouped
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import plain_tensors
+from ptdbench.measure import memory
 from ptdbench.profiling import allocations, events, perfetto, trace
 from ptdbench.profiling.allocations import Usage
+from ptdbench.profiling.events import kernels_by_kind
 from ptdbench.profiling.phases import KINDS, PHASES, PhaseTimes, Traffic, partition
-from ptdbench.records.schema import Communication, Memory, Metrics, Phases
+from ptdbench.records.record import merged_accounts
+from ptdbench.records.schema import Communication, Memory, Messages, Metrics, Phases, Virtual
 from ptdbench.terminal import echo
 from ptdbench.training import traces
 from ptdbench.training.loop import StepLoop
+from ptdbench.virtual import watch
+from ptdbench.virtual.watch import Log
 
 #: Maximum seconds for the steps of the pass; at least one step is run.
 MOST_SECONDS = 60.0
@@ -186,7 +191,7 @@ MEMORY_FOLDER = "memory"
 _ENTRIES = 200_000
 
 
-def memory(job: Job, loop: StepLoop) -> Memory | None:
+def memory_by_purpose(job: Job, loop: StepLoop) -> Memory | None:
     """Split the memory of a step by purpose, at the end of a run; called in all ranks. ``None`` except on rank 0."""
     state: dict[int, tuple[str, int]] = {}
     keeps = job.spec.config.profile.trace and job.device.type == "cuda"
@@ -263,6 +268,64 @@ def _snapshot(job: Job) -> Iterator[None]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
+def virtual_account(job: Job, loop: StepLoop) -> Virtual | None:
+    """Run a step to time the host and count its work, unless ``profile.steps=0``; ``None`` except on rank 0.
+
+    Called in all present ranks, when the steps of the loop are drained.
+    """
+    of_ranks: list[Virtual] = gather(_of_rank(job, loop))
+    return merged_accounts([of_ranks[rank] for rank in present_ranks(job)]) if job.world.is_first else None
+
+
+def _of_rank(job: Job, loop: StepLoop) -> Virtual:
+    machine = job.spec.virtual
+    assert machine
+    account = Virtual(
+        device=machine.gpu_name,
+        ranks=[job.world.rank],
+        allocated_bytes=[memory.peak_bytes(job.device)],  # of the steps before
+        reserved_bytes=[memory.peak_reserved_bytes(job.device)],
+        context_bytes=machine.gpu.context,
+        communicators=[len(watch.communicating())],
+    )
+    for _ in range(loop.done, loop.engine.rehearsals + 1):  # DDP rebuilds its buckets in the pass after these
+        step(loop, loop.done)
+    _write_log(job, loop)
+    if not job.spec.config.profile.steps:
+        account.reason = "profile.steps=0"
+        return account
+    with job.display.during("profiling"):
+        seconds, counts = _counted_step(job, loop)
+    account.host_seconds = [seconds]
+    account.kernels = {kind: [count] for kind, count in kernels_by_kind(counts["kernels"]).most_common()}
+    account.messages = {name: Messages(calls, counts["bytes"][name]) for name, calls in counts["calls"].items()}
+    return account
+
+
+def _write_log(job: Job, loop: StepLoop) -> None:
+    log = Log()
+    if not log:
+        return
+    with job.display.during("profiling"), closing(loop.feed):
+        log.begin()
+        step(loop, loop.done)
+        log.mark()
+        log.end()
+    watch.settle()
+    memory.trim()
+
+
+def _counted_step(job: Job, loop: StepLoop) -> tuple[float, watch.Account]:
+    """Run a step; return the seconds of the host, and what it had the device do."""
+    torch.cuda.synchronize(job.device)
+    before, started = watch.read_account(), time.perf_counter()
+    step(loop, loop.done)
+    seconds = time.perf_counter() - started
+    torch.cuda.synchronize(job.device)
+    watch.settle()
+    return seconds, watch.since(before, watch.read_account())
+
+
 #: A log level above errors, which include the absence of a GPU.
 _SILENT = "99"
 
@@ -271,14 +334,14 @@ _SETTLING = 0.05
 
 
 @contextmanager
-def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
-    """Profile this rank inside the block, with ``memory`` also allocations; the profile can be written after it.
+def profiled(device: torch.device, with_memory: bool = False) -> Iterator[profile]:
+    """Profile this rank inside the block, ``with_memory`` with allocations too; the profile can be written after it.
 
     ``torch.profiler.profile`` would import the compiler, which takes a second and a half.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     on_gpu = "cuda" if device.type == "cuda" else None
-    watching = profile(use_device=on_gpu, record_shapes=True, use_kineto=True, profile_memory=memory)
+    watching = profile(use_device=on_gpu, record_shapes=True, use_kineto=True, profile_memory=with_memory)
     with ExitStack() as labels:
         for owner, method, label in _LABELLED:
             labels.enter_context(labelled(owner, method, label))
