@@ -1,4 +1,4 @@
-"""The alternatives of a group, fastest first, and the certainty of their order, in the words of all tables.
+"""The alternatives that a sweep compares, fastest first, and the certainty of their order, in the words of all tables.
 
 Plans are ordered by predicted steps. Such a step is made of products, memory-bound work, messages and so on. The error
 of a part is common to all steps on a device, so it cancels as far as two steps have the same share of it; what is left
@@ -7,20 +7,132 @@ of each step's own is the residual.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import permutations
+from pathlib import Path
 from statistics import NormalDist
 
 from ptdbench.comparison import significance
-from ptdbench.comparison.alternatives import Alternative, comparable
 from ptdbench.comparison.significance import LEVEL, MIN_RUNS, POWER, Comparison, Difference, Pool, level_of_look
 from ptdbench.grouping import grouped
+from ptdbench.records import ledger, store
+from ptdbench.records.record import work
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Degree, Predicted
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Runs of the same configuration on the same number of ranks."""
+
+    runs: list[RunRecord]  #: The records, in the order given; at least one.
+    #: Tokens per second of the runs that are ok, by block of repeats; samples per second if samples are not tokens.
+    sample: dict[Hashable, float]
+
+    @cached_property
+    def median_run(self) -> RunRecord:
+        """The run with the median throughput, of two the slower one; the first run if none is ok."""
+        ranked = sorted((run for run in self.runs if run.throughput), key=lambda run: run.throughput or 0.0)
+        return ranked[(len(ranked) - 1) // 2] if ranked else self.runs[0]
+
+
+def group_runs(records: Iterable[RunRecord]) -> list[Alternative]:
+    """Group runs into alternatives, in the order of their first runs."""
+    return list(by_identity(records).values())
+
+
+def of_sweeps(runs: Iterable[RunRecord]) -> list[Alternative]:
+    """Group runs into alternatives separately for each sweep, side of a comparison, and single run.
+
+    The program may have changed between them. The runs must be training runs, with their current locations in
+    ``directory``.
+    """
+    sweeps: dict[Path, list[RunRecord]] = {}
+    is_sweep: dict[Path, bool] = {}
+    for run in runs:
+        directory, parent = Path(run.directory), sweep_of(run)
+        if parent not in is_sweep:  # also true of records without files
+            is_nested = parent != directory.parent
+            is_sweep[parent] = store.is_sweep(parent) or is_nested or not (directory / store.RECORD).exists()
+        sweeps.setdefault(parent if is_sweep[parent] else directory, []).append(run)
+    return [alternative for sweep in sweeps.values() for alternative in group_runs(sweep)]
+
+
+def by_identity(
+    records: Iterable[RunRecord], ignored: Collection[str] = (), others: Iterable[RunRecord] = ()
+) -> dict[Hashable, Alternative]:
+    """Group runs into alternatives by their identity: the same requested work and shape, and the same ranks and nodes.
+
+    ``ignored``: dotted names of options that make no difference, in addition to those that never do; ``others``: the
+    runs to compare these with.
+    """
+
+    def identity(run: RunRecord) -> Hashable:
+        """Return a key that is equal if and only if two runs requested the same work and shape (perhaps ``auto``)."""
+        return run.workload, work(run.config, ignored)
+
+    alternatives: dict[Hashable, Alternative] = {}
+    runs = [(identity(run), run) for run in records]
+    # A run that failed early has not recorded its ranks and nodes: take them from other runs with the same request.
+    sources = [*((identity(run), run) for run in others), *reversed(runs)]
+    sizes = {request: run.world_size for request, run in sources if run.world_size}
+    nodes = {(request, run.world_size): len(run.nodes) for request, run in sources if run.nodes}
+    for request, run in runs:
+        size = run.world_size or sizes.get(request)
+        on = len(run.nodes) or nodes.get((request, size))
+        alternative = alternatives.setdefault((request, size, on), Alternative([], {}))
+        alternative.runs.append(run)
+        if rate := run.throughput:
+            block = _block(run)
+            alternative.sample[run.directory if block in alternative.sample else block] = rate  # parallel=ddp,ddp
+    return alternatives
+
+
+def comparable(alternatives: Iterable[Alternative]) -> list[list[Alternative]]:
+    """Group alternatives whose throughputs are comparable, in the order of their first runs; all must train.
+
+    They train a model of the same name and size on samples of the same size with the same global batch. Sizes missing
+    from a run that failed early are taken from another run with the same options of model and data.
+    """
+    runs = [(alternative.median_run, alternative) for alternative in alternatives]
+    complete = {_trained(run): run for run, _ in runs if run.parameters}
+
+    def size(run: RunRecord) -> Hashable:
+        sized = run if run.parameters else complete.get(_trained(run), run)
+        of_sample = run.option("data.image_size", int), sized.tokens_per_sample
+        return run.model, sized.parameters, of_sample, run.requested_batch
+
+    return [*grouped((size(run), alternative) for run, alternative in runs).values()]
+
+
+def _trained(run: RunRecord) -> str:
+    """Return a key of the options of model and data."""
+    return json.dumps([run.config.get("model"), run.config.get("data")], sort_keys=True, default=str)
+
+
+def sweep_of(run: RunRecord) -> Path:
+    """Return the folder of a run's sweep; in a comparison, whose blocks are separate sweeps, of its side."""
+    folder = Path(run.directory).parent
+    sweep = _around(folder) or folder
+    return sweep.parent if run.option("repeat.series", str) else sweep
+
+
+_around = cache(ledger.around)  # a sweep may have thousands of runs
+
+
+def _block(run: RunRecord) -> Hashable:
+    """Return the key that pairs runs: the series and the block; unique for a run without a block."""
+    block = run.option("repeat.block", int)
+    if block is None:
+        return str(Path(run.directory))
+    return run.option("repeat.series", str) or str(sweep_of(run)), block
+
 
 #: Shares above this are not shown as figures.
 _MOST = 1.0
@@ -127,7 +239,7 @@ def rank(alternatives: Sequence[Alternative]) -> list[Standing]:
 
 
 def of_models(alternatives: Iterable[Alternative]) -> list[list[Standing]]:
-    """Rank each group of :func:`ptdbench.comparison.alternatives.comparable` separately."""
+    """Rank each group of :func:`comparable` separately."""
     return [rank(group) for group in comparable(alternatives)]
 
 

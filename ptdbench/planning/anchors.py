@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ptdbench.comparison import alternatives
+from ptdbench.comparison import ranking
 from ptdbench.problems import Problem, require
 from ptdbench.records import load
 from ptdbench.records.run_record import RunRecord
@@ -65,7 +65,7 @@ def read(folders: Sequence[Path], plans: Sequence[Config]) -> list[Anchor]:
         refused = [next(_refusals(record, plans), None) for record in records]
         usable = [record for record, reason in zip(records, refused, strict=True) if not reason]
         problems += [] if usable else [Problem("--anchor", str(folder), str(refused[0]))]
-        measured = (alternative.median_run for alternative in alternatives.group(usable))
+        measured = (alternative.median_run for alternative in ranking.group_runs(usable))
         anchors += [Anchor(record, _on_virtual_gpu(record, plans)) for record in measured]
     require(*problems)
     return anchors

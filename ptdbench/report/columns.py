@@ -9,8 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from ptdbench.comparison import ranking
-from ptdbench.comparison.alternatives import Alternative, sweep_of
-from ptdbench.comparison.ranking import Standing, interval_text, margin_text
+from ptdbench.comparison.ranking import Alternative, Standing, interval_text, margin_text, sweep_of
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import remarks, steps, text, virtual
 from ptdbench.report.labels import names, title

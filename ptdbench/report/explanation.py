@@ -8,8 +8,7 @@ from pathlib import Path
 from msgspec import to_builtins
 
 from ptdbench.comparison import ranking
-from ptdbench.comparison.alternatives import Alternative, of_sweeps
-from ptdbench.comparison.ranking import Standing
+from ptdbench.comparison.ranking import Alternative, Standing, of_sweeps
 from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.load import is_run, read
 from ptdbench.records.run_record import RunRecord

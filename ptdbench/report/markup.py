@@ -7,7 +7,7 @@ import html
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ptdbench.comparison.alternatives import of_sweeps
+from ptdbench.comparison.ranking import of_sweeps
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import columns, table
 from ptdbench.report.columns import Column, Section

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import ValidationError, convert
 
 from ptdbench import terminal
-from ptdbench.comparison import alternatives, ranking
+from ptdbench.comparison import ranking
 from ptdbench.grouping import grouped
 from ptdbench.launch.world import Peer
 from ptdbench.measure import results
@@ -60,7 +60,7 @@ def render(records: Sequence[RunRecord], width: int = 100) -> str:
     batch move to the title if all runs have the same, the least important columns are omitted and named below, and
     words wrap; a figure is never truncated.
     """
-    trained = alternatives.group(record for record in records if record.model)
+    trained = ranking.group_runs(record for record in records if record.model)
     shown = [_of_model(section, width) for section in columns.sections(trained)]
     shown += [of_workload(record, width) for record in records if not record.model]
     return "\n\n".join(shown)

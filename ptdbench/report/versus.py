@@ -9,9 +9,17 @@ from typing import Literal
 
 from msgspec.structs import asdict
 
-from ptdbench.comparison import alternatives, significance
-from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.ranking import detectable_text, differences, interval_text, level_of, margin_text, of_models
+from ptdbench.comparison import significance
+from ptdbench.comparison.ranking import (
+    Alternative,
+    by_identity,
+    detectable_text,
+    differences,
+    interval_text,
+    level_of,
+    margin_text,
+    of_models,
+)
 from ptdbench.comparison.significance import MIN_RUNS, Comparison
 from ptdbench.grouping import grouped
 from ptdbench.records.effects import affects, leaves
@@ -79,8 +87,8 @@ def match(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Versus:
         Incomparable: The sets have no configuration in common, or did different work.
     """
     ignored = _new_options(before, after)
-    ours = alternatives.by_identity(before, ignored, after)
-    other = alternatives.by_identity(after, ignored, before)
+    ours = by_identity(before, ignored, after)
+    other = by_identity(after, ignored, before)
     common = [key for key in ours if key in other]
     by_key, is_same = {**other, **ours}, bool(common)
     called = dict(zip(by_key, names([alternative.median_run for alternative in by_key.values()]), strict=True))

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ptdbench.comparison import alternatives
-from ptdbench.comparison.alternatives import of_sweeps
-from ptdbench.comparison.ranking import rank
+from ptdbench.comparison import ranking
+from ptdbench.comparison.ranking import of_sweeps, rank
 from ptdbench.records import ledger, store
 from ptdbench.report.labels import names
 from tests.report.made import failed, repeated, run
@@ -16,7 +15,7 @@ def test_repeats_are_one_alternative_with_the_figure_of_each_block():
     runs = [
         one for pair in zip(repeated("ddp", [10.0, 20.0]), repeated("fsdp", [5.0, 6.0]), strict=True) for one in pair
     ]
-    ddp, fsdp = alternatives.group(runs)
+    ddp, fsdp = ranking.group_runs(runs)
     assert ddp.runs == runs[::2]
     assert [*ddp.sample.values()] == [10.0, 20.0]
     assert [*fsdp.sample.values()] == [5.0, 6.0]
@@ -40,7 +39,7 @@ def depth(parallel, parameters, **changes):
     ([depth("ddp", 1, world_size=1), depth("ddp", 1, world_size=2, precision="bf16")], [[0, 1]]),
 ])  # fmt: skip
 def test_throughputs_of_the_same_model_on_the_same_global_batch_are_comparable(runs, groups):
-    comparable = alternatives.comparable(alternatives.Alternative([one], {}) for one in runs)
+    comparable = ranking.comparable(ranking.Alternative([one], {}) for one in runs)
     assert [[runs.index(one.runs[0]) for one in group] for group in comparable] == groups
 
 
@@ -78,7 +77,7 @@ def test_every_run_counts_that_has_no_block_or_shares_one():
     """``parallel=ddp,ddp repeat=2``, and a run of the same sweep from before there were repeats."""
     runs = [*repeated("ddp", [1.0, 2.0]), *repeated("ddp", [3.0, 4.0], name="again"), run("ddp", 5.0)]
     runs[-1].config = {**runs[0].config, "repeat": {"runs": 1}}
-    (one,) = alternatives.group(runs)
+    (one,) = ranking.group_runs(runs)
     assert sorted(one.sample.values()) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
@@ -87,14 +86,14 @@ def test_every_run_counts_that_has_no_block_or_shares_one():
 )
 def test_other_work_is_another_alternative(changes):
     one = run("ddp", nodes=["a"])
-    assert len(alternatives.group([one, one])) == 1
-    assert len(alternatives.group([one, one | changes])) == 2
+    assert len(ranking.group_runs([one, one])) == 1
+    assert len(ranking.group_runs([one, one | changes])) == 2
 
 
 def test_how_often_it_is_repeated_and_other_nodes_or_unknown_ones_make_no_other_alternative():
     one, other = repeated("ddp", [1.0, 2.0])
     more = other | {"config": {**other.config, "repeat": {"runs": 9, "block": 1}}, "nodes": ["b"]}
-    assert len(alternatives.group([one | {"nodes": ["a"]}, one | {"nodes": None}, more])) == 1
+    assert len(ranking.group_runs([one | {"nodes": ["a"]}, one | {"nodes": None}, more])) == 1
 
 
 @pytest.mark.parametrize("side", [[], ["others"]])
@@ -103,25 +102,25 @@ def test_one_that_never_knew_its_world_belongs_to_those_that_asked_for_the_same(
     lost = [run("ddp", status="failed", nodes=None, world_size=None, metrics=None) for _ in range(3)]
     known = run("ddp", nodes=["a", "b"], world_size=8)
     own, others = ([], [known]) if side else ([known], [])
-    ((identity, alternative),) = alternatives.by_identity([*lost, *own], others=others).items()
+    ((identity, alternative),) = ranking.by_identity([*lost, *own], others=others).items()
     assert len(alternative.runs) == 3 + len(own)
-    assert identity in alternatives.by_identity([known])
+    assert identity in ranking.by_identity([known])
     other = {**known.config, "cluster": {"nodes": 4, "ranks_per_node": 4}}
-    assert len(alternatives.group([lost[0] | {"config": other}, known])) == 2
+    assert len(ranking.group_runs([lost[0] | {"config": other}, known])) == 2
 
 
 @pytest.mark.parametrize(
     ("rates", "typical"), [([30.0, 10.0, 20.0], 20.0), ([40.0, 10.0, 30.0, 20.0], 20.0), ([7.0], 7.0)]
 )
 def test_the_typical_run_is_the_median_one_of_two_the_slower(rates, typical):
-    (one,) = alternatives.group(repeated("ddp", rates))
+    (one,) = ranking.group_runs(repeated("ddp", rates))
     assert one.median_run.throughput == typical
 
 
 def test_of_failed_runs_the_first_is_the_typical_one_and_of_others_none():
     broken = [failed("ddp", "first"), failed("ddp", "second")]
-    assert alternatives.group(broken)[0].median_run is broken[0]
-    (one,) = alternatives.group([*broken, run("ddp", None), run("ddp", 9.0, status="diverged")])
+    assert ranking.group_runs(broken)[0].median_run is broken[0]
+    (one,) = ranking.group_runs([*broken, run("ddp", None), run("ddp", 9.0, status="diverged")])
     assert one.median_run.throughput == 250.0  # samples, where they are not tokens
     assert [*one.sample.values()] == [250.0]
 

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from ptdbench.comparison import ranking, significance
-from ptdbench.comparison.alternatives import group
+from ptdbench.comparison.ranking import group_runs
 from ptdbench.comparison.significance import Pool
 from tests.report.made import failed, repeated, run
 
@@ -21,7 +21,7 @@ def scaled(factor, rates=STEADY, jitter=0.001):
 
 
 def ranked(*alternatives):
-    return ranking.rank(group(one for runs in alternatives for one in runs))
+    return ranking.rank(group_runs(one for runs in alternatives for one in runs))
 
 
 def answer(standings):
@@ -156,15 +156,15 @@ def test_a_thousand_single_runs_are_not_compared_two_by_two(monkeypatch):
         raise AssertionError("half a million pairs take seconds, and say nothing")
 
     monkeypatch.setattr(significance, "combinations", lambda places, size: never() if len(places) > 1 else [])
-    standings = ranking.rank(group(single_runs(1000)))
+    standings = ranking.rank(group_runs(single_runs(1000)))
     assert {place.rank for place in standings} == {(1, 1000)}
     runs = [*repeated("ddp", STEADY), *repeated("fsdp", STEADY)]
     with pytest.raises(AssertionError):
-        ranking.rank(group(runs))
+        ranking.rank(group_runs(runs))
 
 
 def test_pairs_of_each_model_are_judged_together():
-    groups = group(
+    groups = group_runs(
         one for model in ("gpt_tiny", "toy") for name, factor in (("ddp", 1.0), ("fsdp", 0.9), ("pdp", 0.8))
         for one in repeated(name, scaled(factor), model=model)
     )  # fmt: skip
@@ -172,5 +172,5 @@ def test_pairs_of_each_model_are_judged_together():
     pools = [Pool([one.sample for one in pair]) for pair in pairs]
     expected = [pool.difference(one.sample, other.sample) for pool, (one, other) in zip(pools, pairs, strict=True)]
     assert ranking.differences(pairs) == expected
-    few = group([*repeated("ddp", STEADY[:2]), *repeated("fsdp", STEADY[:2])])
+    few = group_runs([*repeated("ddp", STEADY[:2]), *repeated("fsdp", STEADY[:2])])
     assert ranking.differences([(few[0], few[1])]) == [None]

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.ranking import Standing
+from ptdbench.comparison.ranking import Alternative, Standing
 from ptdbench.profiling.phases import PHASES
 from ptdbench.report.steps import (
     against_first,

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from ptdbench.comparison.alternatives import group
-from ptdbench.comparison.ranking import of_models
+from ptdbench.comparison.ranking import group_runs, of_models
 from ptdbench.report.versus import Incomparable, as_json, gate, match, render, status
 from tests.report.made import failed, repeated, run
 
@@ -281,7 +280,7 @@ class TestText:
         found = match(before(), [*after(rates=STEADY[1:]), *after(rates=STEADY[:1], hardware={"other_load": load})])
         assert shown(found).splitlines()[-1] == "other processes took 1.5 of 2 cores during ddp after (1 of 5 runs)"
         side = [*before(rates=STEADY[:3]), *before("fsdp", rates=[1000.0, 1100.0, 900.0]), *before("pdp", 0.5)]
-        rows = [place for places in of_models(group(side)) for place in places]
+        rows = [place for places in of_models(group_runs(side)) for place in places]
         expected = {place.alternative.median_run.parallel: f"±{place.margin:.1%}" for place in rows}
         text = shown(match(side, after(rates=STEADY[:3])))
         assert re.search(r"^ddp .*?(±\S*)", text, re.MULTILINE)[1] == expected["ddp"]

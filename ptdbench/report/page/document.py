@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from ptdbench.comparison.alternatives import of_sweeps, sweep_of
+from ptdbench.comparison.ranking import of_sweeps, sweep_of
 from ptdbench.files import strict
 from ptdbench.grouping import grouped
 from ptdbench.profiling import perfetto

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.ranking import Standing
+from ptdbench.comparison.ranking import Alternative, Standing
 from ptdbench.records import series
 from ptdbench.report.columns import Row
 from ptdbench.report.page.document import Point, scaling_curves, step_curves
