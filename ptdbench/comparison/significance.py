@@ -1,20 +1,7 @@
 """Variation between runs, and the significance of differences: verdicts, ranks, intervals, the detectable difference.
 
-The unit is the run: steps of one run share its processes, its memory and its neighbours, so that a thousand steps say
-little about the next run (T. Kalibera and R. Jones, "Rigorous benchmarking in reasonable time", ISMM 2013). Logarithms
-are compared, because a busy machine slows all configurations by a factor.
-
-Runs of a sweep are a two-way layout, ``log figure = configuration + block + residual``: a block is so short that drift
-of the machine affects all of it. As three runs of a pair say little about their variance, the variance of the sweep's
-other runs is added as a prior with its own degrees of freedom (G. Smyth, "Linear models and empirical Bayes methods for
-assessing differential expression in microarray experiments", Statistical Applications in Genetics and Molecular Biology
-3, 2004).
-
-With several pairs, the level is family-wise (S. Holm, "A simple sequentially rejective multiple test procedure",
-Scandinavian Journal of Statistics 6, 1979). The resulting ranges of ranks hold simultaneously (D. Al Mohamad,
-J. Goeman and E. van Zwet, "Simultaneous confidence intervals for ranks", Biometrics 78, 2022).
-
-``make ranks-truth`` measures the rates of false positives and detections.
+The unit is the run, and logarithms are compared. docs/statistics.md has the model of a sweep's runs, the tests, their
+limits and the sources; ``make ranks-truth`` measures the rates of false positives and detections.
 """
 
 from __future__ import annotations
@@ -43,9 +30,7 @@ MIN_RUNS = 3
 #: Minimum number of runs for a comparison, per side.
 LEAST_RUNS = 2
 
-#: Maximum degrees of freedom of the prior. In Smyth's model, the variances of nine in ten configurations are then
-#: between 0.52 and 2.9 times the common variance, by the quantiles of chi-squared. Smyth estimates this parameter from
-#: thousands of variances; a sweep has too few.
+#: Maximum degrees of freedom of the prior; a sweep has too few configurations to estimate it, as Smyth does.
 PRIOR_FREEDOM = 8
 
 #: The figure of each run of a configuration, greater than 0, by block; runs without a block have unique keys.
@@ -75,9 +60,8 @@ class Spread:
         """Return the same variance with the degrees of freedom that it has as a prior for runs with a measured one.
 
         The variance of its logarithm is about ``2 / freedom``, and ``2 / PRIOR_FREEDOM`` among configurations; they
-        add up. It counts for at most twice their degrees of freedom, and two
-        thirds of its own, as the residuals of a block share its mean: otherwise a configuration of 100 times the
-        variance would seem to differ from the others in up to one of ten sweeps (``make ranks-truth``).
+        add up. It counts for at most twice their degrees of freedom, and two thirds of its own, as the residuals of a
+        block share its mean.
         """
         share = PRIOR_FREEDOM / (PRIOR_FREEDOM + self.freedom)
         share = min(share, 2 * measured.freedom / (3 * measured.freedom + self.freedom))
@@ -120,8 +104,7 @@ class Pool:
         """Compare two configurations, by their common blocks if there are enough, or neither has other runs.
 
         The variance is the pair's, with all others only as a prior, so that quiet configurations do not make a noisy
-        one look quiet (P. Games and J. Howell, Journal of Educational Statistics 1, 1976). ``None`` if one has a single
-        run, or none.
+        one look quiet. ``None`` if one has a single run, or none.
         """
         if min(len(left), len(right)) < LEAST_RUNS:
             return None
@@ -188,8 +171,7 @@ def _two_way(samples: Sequence[Sample]) -> Spread:
 def _welch(left: _Moments, right: _Moments) -> Spread:
     """Return the variance of a run, from two configurations with different variances, by Welch's method.
 
-    His degrees of freedom are too many if a side has few runs that happen to be alike, so they are limited: to 1 for
-    two runs, for which his test would be wrong in one of ten cases, and to 4 for three, as for three runs each.
+    His degrees of freedom are too many if a side has few runs that happen to be alike, so they are limited.
     """
     sides, fewest = (left, right), min(left.runs, right.runs)
     parts = [side.spread.deviation**2 / side.runs for side in sides]

@@ -1,8 +1,7 @@
 """Timing: clocks, repetitions on all ranks, and statistics of times that do not assume a normal distribution.
 
-As in nccl-tests, ranks synchronize at a barrier before a block of repetitions but not between them, so a repetition may
-begin while another rank finishes the previous one. Every repetition is timed on every rank, and takes as long as its
-slowest rank; ranks compare their lists after the block.
+As in nccl-tests, ranks synchronize at a barrier before a block of repetitions but not between them. Every repetition
+is timed on every rank, and takes as long as its slowest rank; ranks compare their lists after the block.
 """
 
 import math
@@ -217,10 +216,9 @@ def warmup_end(step_seconds: Sequence[float], minimum: int) -> int:
     """Return the number of leading warm-up steps, by the MSER rule.
 
     MSER drops the first ``d`` steps, where ``d`` minimizes the standard error of the remaining mean,
-    ``argmin_d sum_{i >= d} (x_i - mean_d)^2 / (n - d)^2``: dropping more than the slow first steps costs more in sample
-    size than it gains in variance (K. P. White, "An effective truncation heuristic for bias reduction in simulation
-    output", Simulation 69(6), 1997). ``d`` and ``minimum`` are limited to the first half, as near the end the estimate
-    is based on too few steps.
+    ``argmin_d sum_{i >= d} (x_i - mean_d)^2 / (n - d)^2`` (K. P. White, "An effective truncation heuristic for bias
+    reduction in simulation output", Simulation 69(6), 1997). ``d`` and ``minimum`` are limited to the first half, as
+    near the end the estimate is based on too few steps.
     """
     count = len(step_seconds)
     last = count // 2

@@ -337,7 +337,6 @@ def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Interval, list[Mappi
 
 
 def _is_undirected(facts: Mapping[str, Any]) -> bool:
-    """Whether these are the metadata of messages without a peer."""
     return facts.get(_NCCL_NAME) in _UNDIRECTED and not _PEERS.keys() & facts.keys()
 
 

@@ -221,7 +221,6 @@ def _shown_ranks(record: RunRecord) -> dict[str, int]:
 def _blocks(
     times: Sequence[str], records: Mapping[str, RunRecord], memory: Sequence[str], remarks: Iterable[str], width: int
 ) -> str:
-    """Join the tables of times, operations and memory, and remarks."""
     taken = [*times, *_profiled(records.values(), width)]
     blocks = [taken, list(_operations(records, width)), memory, [wrap(remark, width) for remark in remarks]]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
@@ -261,7 +260,6 @@ _FIGURES: dict[str, tuple[Callable[[Communication], float | None], str]] = {
 
 
 def _operations(records: Mapping[str, RunRecord], width: int) -> Iterator[str]:
-    """Yield the table of each run's communication in a step."""
     rows = [
         [called, operation_name(name), *(figure_text(figure(sent), three_digits) for figure, _ in _FIGURES.values())]
         for called, record in records.items()
@@ -275,7 +273,6 @@ def _operations(records: Mapping[str, RunRecord], width: int) -> Iterator[str]:
 
 
 def _legend(unit: str, meanings: Mapping[str, str], headings: Iterable[str]) -> str:
-    """Return the unit of a table, and what its headings mean."""
     return "; ".join([unit, *(f"{heading}: {meanings[heading]}" for heading in headings if meanings.get(heading))])
 
 

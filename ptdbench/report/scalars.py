@@ -50,10 +50,7 @@ def advance(
 def remaining(directory: Path, record: RunRecord, shown: int = 0, evaluated: int = 0) -> list[Scalar]:
     """Return the curves of the run's last start, from step ``shown`` on and evaluations after step ``evaluated``.
 
-    TensorBoard sorts tags, so throughput is first. Per step: ``speed/tokens_per_second`` or
-    ``speed/samples_per_second``, ``step/loss``, ``step/seconds`` (slowest rank), ``step/memory_bytes`` (maximum over
-    ranks), ``step/learning_rate``, ``step/data_wait_share``, ``step/gradient_norm`` if gradients are clipped. Per
-    evaluation: ``validation/...``. At the last step: ``step_seconds/<phase>`` of the mean step.
+    docs/results.md lists the tags. TensorBoard sorts them, so throughput is first.
     """
     first, blocks = record.first_step, [*series.blocks(directory / series.NAME)]
     columns = {name: series.column(blocks, name)[first:] for name in _SHOWN}
@@ -120,7 +117,6 @@ def _evaluated(evaluation: Evaluation, time: float) -> list[Scalar]:
 
 
 def _started(record: RunRecord) -> float:
-    """Return when a run started, in seconds since the epoch."""
     return datetime.fromisoformat(record.started or "").timestamp()
 
 

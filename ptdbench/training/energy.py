@@ -141,9 +141,8 @@ def energy(counted: Sequence[Counted], samples_per_step: int) -> Energy:
 class EnergyMeter:
     """Meters stretches of steps, from one interruption (evaluation, drain, checkpoint) to the next.
 
-    At both ends of a stretch the device is idle, as an interruption waits for it anyway, so counters cover whole steps;
-    only an asynchronous save may still be copying. The first stretch begins at the first interruption after
-    ``train.warmup_steps`` steps. Each rank reads its GPU and the time of its cores.
+    At both ends of a stretch the device is idle, as an interruption waits for it anyway, so counters cover whole steps.
+    The first stretch begins at the first interruption after ``train.warmup_steps`` steps.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:

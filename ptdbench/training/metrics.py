@@ -46,10 +46,8 @@ class Measurement:
 def metrics(measured: Measurement) -> Metrics:
     """Compute the figures of the steps after the warm-up; unknown ones are ``None``.
 
-    A step takes as long as its slowest rank. Throughput is the total of timed samples over the total of timed seconds,
-    not a mean of rates, which would favor runs with uneven steps. ``mfu`` is model FLOP/s per device over the device's
-    dense peak (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count. ``mfu_causal`` excludes the
-    FLOPs that causal attention masks.
+    Throughput is the total of timed samples over the total of timed seconds, not a mean of rates, which would favor
+    runs with uneven steps. docs/measurements.md defines the others.
     """
     last_start = measured.step_seconds[measured.warmup_steps :]
     timed = [*measured.earlier_seconds, *last_start]

@@ -294,7 +294,6 @@ def scaling_curves(points: Sequence[Point], options: Mapping[str, Sequence[str |
 
 
 def _fastest(points: Sequence[Point]) -> list[Point]:
-    """Return the fastest point of each number of ranks, from the fewest ranks to the most."""
     fastest = {point.ranks: point for point in sorted(points, key=attrgetter("rate"))}
     return [fastest[ranks] for ranks in sorted(fastest)]
 
