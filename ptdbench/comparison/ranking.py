@@ -163,18 +163,12 @@ def interval_text(comparison: Comparison | None, decimals: int) -> str:
     return f" ({comparison.low:.{decimals}f}-{comparison.high:.{decimals}f})"
 
 
-def detectable_text(detectable: float) -> str:
-    """Return ``3.1% detectable (90% power)``, or ``2x and more detectable (90% power)``."""
-    share = f"{detectable:.1%}" if detectable <= _MOST else f"{1 + _MOST:.0f}x and more"
-    return f"{share} detectable ({POWER:.0%} power)"
-
-
-def _detected(share: float) -> str:
-    """Return ``differences of 1.031x or more are detected``, with two digits of the excess over 1."""
-    if share > _MOST:
-        return f"not even {1 + _MOST:.0f}x is detected"
+def detectable_text(share: float) -> str:
+    """Return ``differences of 1.031x or more are detected (90% power)``, with two digits of the excess over 1."""
     decimals = 1 - math.floor(math.log10(share)) if 0 < share < 0.1 else 2
-    return f"differences of {1 + share:.{decimals}f}x or more are detected"
+    if share > _MOST:
+        return f"not even {1 + _MOST:.0f}x is detected ({POWER:.0%} power)"
+    return f"differences of {1 + share:.{decimals}f}x or more are detected ({POWER:.0%} power)"
 
 
 def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Difference | None]:
@@ -361,7 +355,7 @@ def _resolution(ranked: Sequence[Standing]) -> str:
     counts = [len(place.alternative.sample) for place in ranked]
     each = f"{_runs(min(counts), max(counts))} each"
     largest = max((place.against_best.detectable for place in ranked if place.against_best), default=None)
-    return each if largest is None else f"with {each}, {_detected(largest)} ({POWER:.0%} power)"
+    return each if largest is None else f"with {each}, {detectable_text(largest)}"
 
 
 def spoken(names: Sequence[str]) -> str:

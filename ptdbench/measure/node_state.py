@@ -122,25 +122,20 @@ def gpu_identity(device: torch.device) -> str:
     return f"GPU-{properties.uuid}"
 
 
-def clock_reasons_now(nvml: Any, handle: Any) -> list[str] | None:
-    """Return what limits the clocks of a GPU now, in words; ``None`` if it is not reported."""
-    bits = ask_nvml(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
-    if bits is None:  # drivers before 535 only know the older name
-        bits = ask_nvml(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-    return None if bits is None else [words for bit, words in CLOCK_REASONS.items() if bits & bit]
-
-
 def _gpu(nvml: Any, handle: Any) -> Gpu:
     def query(question: str, *arguments: Any) -> Any:
         return ask_nvml(nvml, question, handle, *arguments)
 
+    bits = query("nvmlDeviceGetCurrentClocksEventReasons")
+    if bits is None:  # drivers before 535 only know the older name
+        bits = query("nvmlDeviceGetCurrentClocksThrottleReasons")
     processes, place = query("nvmlDeviceGetComputeRunningProcesses"), query("nvmlDeviceGetPciInfo")
     mask = query("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)  # words of bits
     near = mask and [core for core in range(_MOST_CORES) if mask[core // _WORD_BITS] >> core % _WORD_BITS & 1]
     return Gpu(
         uuid=_text(query("nvmlDeviceGetUUID")),
         bus=_text(place.busId) if place else None,
-        clock_reasons=clock_reasons_now(nvml, handle),
+        clock_reasons=None if bits is None else [words for bit, words in CLOCK_REASONS.items() if bits & bit],
         temperature_celsius=query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
         power_limit_watts=_watts(query("nvmlDeviceGetEnforcedPowerLimit")),
         power_limit_default_watts=_watts(query("nvmlDeviceGetPowerManagementDefaultLimit")),

@@ -9,7 +9,7 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from ptdbench.comparison import ranking
-from ptdbench.comparison.ranking import Standing
+from ptdbench.comparison.ranking import Standing, spoken
 from ptdbench.grouping import grouped
 from ptdbench.measure.results import OtherLoad
 from ptdbench.records.effects import affects
@@ -89,9 +89,6 @@ _ROUNDING = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 2e-2, "fp16": 2e-2, "fp8": 5e-2
 #: It grows with steps like independent errors, up to this bound, above which a wrong training would go unnoticed.
 _MOST = 5e-2
 
-#: Maximum number of configurations that a line names.
-_NAMED = 5
-
 
 def training(run: RunRecord) -> Hashable:
     """Return a key that is equal for two runs if and only if the losses of their common steps should be."""
@@ -134,13 +131,7 @@ def _of_losses(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
             scale = max(abs(reference), sys.float_info.min)
             apart = {name: abs(loss - reference) / scale for name, loss in finite[1:]}
             if far := [f"{name} {share:.2g}" for name, share in apart.items() if share > most[name]]:
-                yield f"last loss differs from {first}, relative: {listed(far)}"
-
-
-def listed(words: Sequence[str]) -> str:
-    """Return the first words, and how many others there are."""
-    most = f" and {plural(len(words) - _NAMED, 'other')}" if len(words) > _NAMED else ""
-    return f"{', '.join(words[:_NAMED])}{most}"
+                yield f"last loss differs from {first}, relative: {spoken(far)}"
 
 
 def _python_that_is_read(run: RunRecord) -> str | None:
@@ -239,7 +230,7 @@ def _devices(places: Sequence[tuple[str, Standing]]) -> Iterator[str]:
 
     by_device = grouped((used, label) for label, place in places if (used := devices(place)))
     if len(by_device) > 1:
-        named = "; ".join(f"{listed(names)} on {device}" for device, names in by_device.items())
+        named = "; ".join(f"{spoken(names)} on {device}" for device, names in by_device.items())
         yield f"ranked across devices: {named}"
 
 
@@ -260,7 +251,7 @@ def _out_of_turn(places: Sequence[tuple[str, Standing]]) -> Iterator[str]:
         if together and later[0][0] > max(last for _, last, *_ in earlier):
             names, others = ([label for _, _, label, _ in rows] for rows in (later, earlier))
             since = "not in turns: a machine that has changed since counts"
-            yield f"{listed(names)}: measured after {listed(others)}, {since}"
+            yield f"{spoken(names)}: measured after {spoken(others)}, {since}"
 
 
 def _reasons(places: Sequence[tuple[str, Standing]]) -> list[str]:
@@ -277,7 +268,7 @@ def load_remarks(named: Sequence[tuple[str, Sequence[RunRecord]]]) -> Iterator[s
     rows = [f"{name} ({len(loads)} of {count} runs)" if count > 1 else name for name, count, loads in by_row if loads]
     if rows:
         most = max((load for *_, loads in by_row for load in loads), key=_weight)
-        yield f"{most}{', at most,' if len(rows) > 1 else ''} during {listed(rows)}"
+        yield f"{most}{', at most,' if len(rows) > 1 else ''} during {spoken(rows)}"
 
 
 def _heaviest(run: RunRecord) -> OtherLoad | None:

@@ -19,6 +19,7 @@ from ptdbench.comparison.ranking import (
     level_of,
     margin_text,
     of_models,
+    spoken,
 )
 from ptdbench.comparison.significance import MIN_RUNS, Comparison
 from ptdbench.grouping import grouped
@@ -27,7 +28,7 @@ from ptdbench.records.run_record import RunRecord
 from ptdbench.report import remarks
 from ptdbench.report.columns import unit
 from ptdbench.report.labels import names
-from ptdbench.report.remarks import listed, reason
+from ptdbench.report.remarks import reason
 from ptdbench.report.steps import work_difference
 from ptdbench.report.text import MISSING, drawn, wrap
 from ptdbench.terminal import plural
@@ -103,7 +104,7 @@ def match(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Versus:
         raise Incomparable(f"no configuration is in both: {'; '.join(_alone(called, ours, other, []))}; {_REMEDY}")
     lines = [f"only {configurations}" for configurations in _alone(called, ours, other, common)]
     if outermost := sorted(name for name in ignored if name.rpartition(".")[0] not in ignored):  # or of a whole group
-        lines.append(f"options of one version of ptdbench alone, not compared: {listed(outermost)}")
+        lines.append(f"options of one version of ptdbench alone, not compared: {spoken(outermost)}")
     return Versus(_judged(pairs, is_same), lines, ([*ours.values()], [*other.values()]))
 
 

@@ -57,7 +57,9 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[s
             read = _read(recording, path, job.device.type)
             ahead = traces.clock_ahead(job.world.rank, job.device)
             if job.spec.config.profile.trace:  # even if no phases can be read from it
-                traces.keep(job, lambda to: perfetto.compress(path, to, traces.facts(job)), ahead)
+                # For Holistic Trace Analysis.
+                facts = {"backend": job.spec.backend, "rank": job.world.rank, "world_size": job.world.size}
+                traces.keep(job, lambda to: perfetto.compress(path, to, facts), ahead)
             if reason := reason_of_any(read):
                 return Phases(steps=0, reason=reason)
             assert isinstance(read, trace.Trace)
