@@ -257,9 +257,7 @@ def _out_of_turn(places: Sequence[tuple[str, Standing]]) -> Iterator[str]:
 def _reasons(places: Sequence[tuple[str, Standing]]) -> list[str]:
     runs = [(label, run) for label, place in places for run in place.alternative.runs]
     failed = [(reason(run), label) for label, run in runs if not run.throughput and not virtual.is_ok(run)]
-    alike = grouped(dict.fromkeys(failed))
-    names = {text: [first, *([plural(len(more), "other")] if more else [])] for text, (first, *more) in alike.items()}
-    return [f"{' and '.join(labels)}: {text}" for text, labels in names.items()]
+    return [f"{spoken(labels)}: {text}" for text, labels in grouped(dict.fromkeys(failed)).items()]
 
 
 def load_remarks(named: Sequence[tuple[str, Sequence[RunRecord]]]) -> Iterator[str]:
@@ -267,14 +265,10 @@ def load_remarks(named: Sequence[tuple[str, Sequence[RunRecord]]]) -> Iterator[s
     by_row = [(label, len(runs), [load for run in runs if (load := _heaviest(run))]) for label, runs in named]
     rows = [f"{name} ({len(loads)} of {count} runs)" if count > 1 else name for name, count, loads in by_row if loads]
     if rows:
-        most = max((load for *_, loads in by_row for load in loads), key=_weight)
+        most = max((load for *_, loads in by_row for load in loads), key=attrgetter("weight"))
         yield f"{most}{', at most,' if len(rows) > 1 else ''} during {spoken(rows)}"
 
 
 def _heaviest(run: RunRecord) -> OtherLoad | None:
     """Return the heaviest load on a run's nodes that may have slowed it down."""
-    return max((load for load in run.hardware.other_load or [] if load.is_busy), key=_weight, default=None)
-
-
-def _weight(load: OtherLoad) -> tuple[int, float]:
-    return len(load.gpu_ranks), load.taken or 0.0
+    return max((load for load in run.hardware.other_load or [] if load.is_busy), key=attrgetter("weight"), default=None)

@@ -1,7 +1,6 @@
 """Energy and limits of the GPUs during a training run, and other load, from counters read between steps.
 
-GPU counters are read through NVML. Nothing is read while steps run. For a counter that is missing or not readable, the
-reason is given.
+Nothing is read while steps run. For a counter that is missing or not readable, the reason is given.
 """
 
 import socket

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from ptdbench.grouping import grouped
@@ -107,8 +108,7 @@ class Check:
         ]
         verdict = verdict_on(findings)
         load = [  # the heavier load of each node
-            max(of_node, key=lambda load: (len(load.gpu_ranks), load.taken or 0))
-            for of_node in zip(products.load, links.load, strict=True)
+            max(of_node, key=attrgetter("weight")) for of_node in zip(products.load, links.load, strict=True)
         ]
         return results.Check(
             sound=verdict == "sound",

@@ -49,7 +49,7 @@ def test_a_reason_of_several_runs_is_told_once():
     runs = [run("ddp"), *(failed(parallel, "no held-out part") for parallel in ("pdp", "fsdp", "hsdp"))]
     last = failed("single", "another")
     assert render([*runs, last]).splitlines()[-2:] == [
-        "pdp and 2 others: failed on rank 1: RuntimeError: no held-out part",
+        "pdp, fsdp and hsdp: failed on rank 1: RuntimeError: no held-out part",
         "single: failed on rank 1: RuntimeError: another",
     ]
 

@@ -196,12 +196,9 @@ _MOST_POINTS = 400
 
 
 def step_curves(rows: Mapping[int, Row]) -> dict[str, object]:
-    """Return the curves of the first measured rows; ``rows`` are keyed by number.
+    """Return the curves of the first measured rows, by their numbers, and the maximum number of rows with curves.
 
-    Returns:
-        ``steps``: for each of the first rows with any steps, ``number``, ``step`` (points of the curves, counted from
-        1), ``seconds`` of the slowest rank and ``loss``; null: unknown. ``drawn``: the maximum number of rows with
-        curves.
+    ``step`` has the points of a curve, counted from 1; null in ``seconds`` of the slowest rank or ``loss``: unknown.
     """
     rows = {number: row for number, row in rows.items() if not row.run.kind}  # others have no times or losses
     drawn = [curve for number in list(rows)[:_MOST_CURVES] if (curve := _step_curve(number, rows[number].run))]
