@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.script import options
-from ptdbench.measure import gpu_state, hardware
+from ptdbench.measure import hardware, node_state
 from ptdbench.measure.products import DTYPES
 from ptdbench.prediction.costs import KERNEL, OPERATOR, memory_share
 
@@ -122,10 +122,10 @@ def measured(work: Work, device: torch.device, seconds: float) -> dict[str, Any]
 
 def _state(device: torch.device) -> dict[str, float | None]:
     """Return watts and MHz of a GPU at work."""
-    nvml, _ = gpu_state.connect() if device.type == "cuda" else (None, None)
-    handle = gpu_state.ask(nvml, "nvmlDeviceGetHandleByUUID", gpu_state.identity(device)) if nvml else None
-    power = gpu_state.ask(nvml, "nvmlDeviceGetPowerUsage", handle)
-    return {"watts": power and power / 1e3, "MHz": gpu_state.ask(nvml, "nvmlDeviceGetClockInfo", handle, 1)}
+    nvml, _ = node_state.connect_nvml() if device.type == "cuda" else (None, None)
+    handle = node_state.ask_nvml(nvml, "nvmlDeviceGetHandleByUUID", node_state.gpu_identity(device)) if nvml else None
+    power = node_state.ask_nvml(nvml, "nvmlDeviceGetPowerUsage", handle)
+    return {"watts": power and power / 1e3, "MHz": node_state.ask_nvml(nvml, "nvmlDeviceGetClockInfo", handle, 1)}
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from benchmarks.script import keep, read
 from ptdbench.job import Job
 from ptdbench.launch import peers
 from ptdbench.setup.config import Config
-from ptdbench.training import memory_split, profile
+from ptdbench.training import profile
 from ptdbench.workloads.train import assemble
 
 MATRIX = Matrix.load("memory")
@@ -101,7 +101,7 @@ def _measured(job: Job) -> dict[str, Any]:
     return {
         "state": peers.gather(state),
         "phases": to_builtins(profile.phases(job, loop, None, None)),
-        "memory": to_builtins(memory_split.split(job, loop)),
+        "memory": to_builtins(profile.memory_by_purpose(job, loop)),
     }
 
 

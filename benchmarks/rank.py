@@ -16,7 +16,7 @@ from ptdbench.job import Job
 from ptdbench.launch import local, peers, rendezvous
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World, discover
-from ptdbench.measure.clock import Stopwatch
+from ptdbench.measure.timing import Stopwatch
 from ptdbench.setup import run_spec
 from ptdbench.setup.config import Config
 from ptdbench.setup.run_spec import RunSpec

@@ -28,10 +28,9 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.script import ROOT, keep, options
-from ptdbench.comparison import alternatives, significance
+from ptdbench.comparison import ranking, significance
 from ptdbench.comparison.ranking import rank
-from ptdbench.comparison.significance import LEVEL
-from ptdbench.comparison.variation import Pool, Sample
+from ptdbench.comparison.significance import LEVEL, Pool, Sample
 from ptdbench.records import store
 from ptdbench.setup import runs
 from ptdbench.setup.config import Repeat
@@ -162,8 +161,8 @@ def bench(times: int) -> Iterator[Row]:
         began = time.monotonic()
         subprocess.run(["make", "bench", f"ARGS=hydra.sweep.dir={directory}"], cwd=ROOT, check=True)
         seconds.append(time.monotonic() - began)
-        ranking = rank(alternatives.group(store.read_results(ROOT / directory)))
-        first += ranking[0].rank == (1, 1)
+        places = rank(ranking.group_runs(store.read_results(ROOT / directory)))
+        first += places[0].rank == (1, 1)
     yield _row(f"make bench: first place decided (longest {max(seconds):.0f} s)", first, times, least=0.9)
     in_time = sum(duration <= BENCH_SECONDS for duration in seconds)
     yield _row(f"make bench: done in {BENCH_SECONDS:.0f} s", in_time, times, least=1.0)

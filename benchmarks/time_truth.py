@@ -26,7 +26,7 @@ import torch
 from benchmarks import virtual_truth
 from benchmarks.script import ROOT, keep, options, read, trained
 from benchmarks.tables import SPEEDS, drawn, show
-from ptdbench.comparison import predictions
+from ptdbench.comparison import ranking
 from ptdbench.grouping import grouped
 from ptdbench.peaks import DENSE_PEAKS
 from ptdbench.planning import anchors
@@ -216,7 +216,7 @@ def _intervals(of: Sequence[Row]) -> str:
             Predicted(step.seconds, parts={**step.parts}, errors={**step.errors})
             for step in (a.prediction, b.prediction)
         )
-        margin = anchors.QUANTILE * predictions.error(first, second)
+        margin = anchors.QUANTILE * ranking.prediction_error(first, second)
         ratios.append((abs(log1p(a.error) - log1p(b.error)), margin))
     return "\n".join(["Intervals of 95 %:", "", *lines, _held("ratios of two runs of one model", ratios)])
 

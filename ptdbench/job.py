@@ -14,8 +14,8 @@ from msgspec import UNSET, UnsetType
 from ptdbench.files import strict
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import Peer, World
-from ptdbench.measure.clock import Stopwatch
 from ptdbench.measure.results import Findings
+from ptdbench.measure.timing import Stopwatch
 from ptdbench.records import schema
 from ptdbench.report.display import Display
 from ptdbench.report.loggers import Log

@@ -62,7 +62,7 @@ def _share(text: str) -> float:
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; for the exit status see :func:`ptdbench.report.versus.status`."""
     from ptdbench import files
-    from ptdbench.report import recorded_phases, text, versus
+    from ptdbench.report import steps, text, versus
 
     try:
         together = _run_both_sides(arguments) if arguments.python or arguments.checkout else None
@@ -93,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
     shown = shlex.join([os.path.relpath(together)] if together else map(str, folders))
     if together:  # one folder contains all runs
         echo(f"records      {shown}")
-        if any(recorded_phases.missing(run) is None for side in sides for run in side):
+        if any(steps.why_no_phases(run) is None for side in sides for run in side):
             echo(f"phases       {command('explain')} {shown}")
     echo(f"report       {command('report')} {shown}")
     if status == UNUSABLE:

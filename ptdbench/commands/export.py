@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the text, and remarks on standard error."""
-    from ptdbench.comparison.alternatives import of_sweeps
+    from ptdbench.comparison.ranking import of_sweeps
     from ptdbench.records.load import read
     from ptdbench.report import columns, export
 

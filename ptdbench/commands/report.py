@@ -108,12 +108,12 @@ def _loaded(directories: Sequence[Path]) -> tuple[list[Path], list[RunRecord]]:
 
 def _title(directories: Sequence[Path], runs: Sequence[RunRecord]) -> str:
     """Return the models, or without any the workloads, and the directories' names: ``gpt_tiny: 2026-11-28_sweep``."""
+    from ptdbench.comparison.ranking import spoken
     from ptdbench.report.labels import short_paths
-    from ptdbench.report.remarks import listed
 
     subjects = dict.fromkeys(filter(None, (run.model for run in runs))) or dict.fromkeys(run.workload for run in runs)
     folders = (path.parent if path.is_file() else path for path in map(Path.resolve, directories))
-    return f"{listed([*subjects])}: {listed([*short_paths(folders).values()])}"
+    return f"{spoken([*subjects])}: {spoken([*short_paths(folders).values()])}"
 
 
 def _subtitle(runs: Sequence[RunRecord]) -> str:
@@ -129,8 +129,7 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
 
 
 def _text(form: str, title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
-    from ptdbench.report.latex import latex
-    from ptdbench.report.markdown import markdown
+    from ptdbench.report.markup import latex, markdown
     from ptdbench.report.page.document import page
 
     write: Callable[[str, str, Sequence[RunRecord]], str] = {"html": page, "md": markdown, "latex": latex}[form]

@@ -1,20 +1,138 @@
-"""The alternatives of a group, fastest first, and the certainty of their order, in the words of all tables."""
+"""The alternatives that a sweep compares, fastest first, and the certainty of their order, in the words of all tables.
+
+Plans are ordered by predicted steps. Such a step is made of products, memory-bound work, messages and so on. The error
+of a part is common to all steps on a device, so it cancels as far as two steps have the same share of it; what is left
+of each step's own is the residual.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import permutations
+from pathlib import Path
+from statistics import NormalDist
 
-from ptdbench.comparison import significance, variation
-from ptdbench.comparison.alternatives import Alternative, comparable
-from ptdbench.comparison.significance import LEVEL, POWER, Comparison, level_of_look
-from ptdbench.comparison.variation import MIN_RUNS, Difference, Pool
+from ptdbench.comparison import significance
+from ptdbench.comparison.significance import LEVEL, MIN_RUNS, POWER, Comparison, Difference, Pool, level_of_look
 from ptdbench.grouping import grouped
+from ptdbench.records import ledger, store
+from ptdbench.records.record import work
 from ptdbench.records.run_record import RunRecord
-from ptdbench.records.schema import Degree
+from ptdbench.records.schema import Degree, Predicted
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Runs of the same configuration on the same number of ranks."""
+
+    runs: list[RunRecord]  #: The records, in the order given; at least one.
+    #: Tokens per second of the runs that are ok, by block of repeats; samples per second if samples are not tokens.
+    sample: dict[Hashable, float]
+
+    @cached_property
+    def median_run(self) -> RunRecord:
+        """The run with the median throughput, of two the slower one; the first run if none is ok."""
+        ranked = sorted((run for run in self.runs if run.throughput), key=lambda run: run.throughput or 0.0)
+        return ranked[(len(ranked) - 1) // 2] if ranked else self.runs[0]
+
+
+def group_runs(records: Iterable[RunRecord]) -> list[Alternative]:
+    """Group runs into alternatives, in the order of their first runs."""
+    return list(by_identity(records).values())
+
+
+def of_sweeps(runs: Iterable[RunRecord]) -> list[Alternative]:
+    """Group runs into alternatives separately for each sweep, side of a comparison, and single run.
+
+    The program may have changed between them. The runs must be training runs, with their current locations in
+    ``directory``.
+    """
+    sweeps: dict[Path, list[RunRecord]] = {}
+    is_sweep: dict[Path, bool] = {}
+    for run in runs:
+        directory, parent = Path(run.directory), sweep_of(run)
+        if parent not in is_sweep:  # also true of records without files
+            is_nested = parent != directory.parent
+            is_sweep[parent] = store.is_sweep(parent) or is_nested or not (directory / store.RECORD).exists()
+        sweeps.setdefault(parent if is_sweep[parent] else directory, []).append(run)
+    return [alternative for sweep in sweeps.values() for alternative in group_runs(sweep)]
+
+
+def by_identity(
+    records: Iterable[RunRecord], ignored: Collection[str] = (), others: Iterable[RunRecord] = ()
+) -> dict[Hashable, Alternative]:
+    """Group runs into alternatives by their identity: the same requested work and shape, and the same ranks and nodes.
+
+    ``ignored``: dotted names of options that make no difference, in addition to those that never do; ``others``: the
+    runs to compare these with.
+    """
+
+    def identity(run: RunRecord) -> Hashable:
+        """Return a key that is equal if and only if two runs requested the same work and shape (perhaps ``auto``)."""
+        return run.workload, work(run.config, ignored)
+
+    alternatives: dict[Hashable, Alternative] = {}
+    runs = [(identity(run), run) for run in records]
+    # A run that failed early has not recorded its ranks and nodes: take them from other runs with the same request.
+    sources = [*((identity(run), run) for run in others), *reversed(runs)]
+    sizes = {request: run.world_size for request, run in sources if run.world_size}
+    nodes = {(request, run.world_size): len(run.nodes) for request, run in sources if run.nodes}
+    for request, run in runs:
+        size = run.world_size or sizes.get(request)
+        on = len(run.nodes) or nodes.get((request, size))
+        alternative = alternatives.setdefault((request, size, on), Alternative([], {}))
+        alternative.runs.append(run)
+        if rate := run.throughput:
+            block = _block(run)
+            alternative.sample[run.directory if block in alternative.sample else block] = rate  # parallel=ddp,ddp
+    return alternatives
+
+
+def comparable(alternatives: Iterable[Alternative]) -> list[list[Alternative]]:
+    """Group alternatives whose throughputs are comparable, in the order of their first runs; all must train.
+
+    They train a model of the same name and size on samples of the same size with the same global batch. Sizes missing
+    from a run that failed early are taken from another run with the same options of model and data.
+    """
+    runs = [(alternative.median_run, alternative) for alternative in alternatives]
+    complete = {_trained(run): run for run, _ in runs if run.parameters}
+
+    def size(run: RunRecord) -> Hashable:
+        sized = run if run.parameters else complete.get(_trained(run), run)
+        of_sample = run.option("data.image_size", int), sized.tokens_per_sample
+        return run.model, sized.parameters, of_sample, run.requested_batch
+
+    return [*grouped((size(run), alternative) for run, alternative in runs).values()]
+
+
+def _trained(run: RunRecord) -> str:
+    """Return a key of the options of model and data."""
+    return json.dumps([run.config.get("model"), run.config.get("data")], sort_keys=True, default=str)
+
+
+def sweep_of(run: RunRecord) -> Path:
+    """Return the folder of a run's sweep; in a comparison, whose blocks are separate sweeps, of its side."""
+    folder = Path(run.directory).parent
+    sweep = _around(folder) or folder
+    return sweep.parent if run.option("repeat.series", str) else sweep
+
+
+_around = cache(ledger.around)  # a sweep may have thousands of runs
+
+
+def _block(run: RunRecord) -> Hashable:
+    """Return the key that pairs runs: the series and the block; unique for a run without a block."""
+    block = run.option("repeat.block", int)
+    if block is None:
+        return str(Path(run.directory))
+    return run.option("repeat.series", str) or str(sweep_of(run)), block
+
 
 #: Shares above this are not shown as figures.
 _MOST = 1.0
@@ -45,24 +163,18 @@ def interval_text(comparison: Comparison | None, decimals: int) -> str:
     return f" ({comparison.low:.{decimals}f}-{comparison.high:.{decimals}f})"
 
 
-def detectable_text(detectable: float) -> str:
-    """Return ``3.1% detectable (90% power)``, or ``2x and more detectable (90% power)``."""
-    share = f"{detectable:.1%}" if detectable <= _MOST else f"{1 + _MOST:.0f}x and more"
-    return f"{share} detectable ({POWER:.0%} power)"
-
-
-def _detected(share: float) -> str:
-    """Return ``differences of 1.031x or more are detected``, with two digits of the excess over 1."""
-    if share > _MOST:
-        return f"not even {1 + _MOST:.0f}x is detected"
+def detectable_text(share: float) -> str:
+    """Return ``differences of 1.031x or more are detected (90% power)``, with two digits of the excess over 1."""
     decimals = 1 - math.floor(math.log10(share)) if 0 < share < 0.1 else 2
-    return f"differences of {1 + share:.{decimals}f}x or more are detected"
+    if share > _MOST:
+        return f"not even {1 + _MOST:.0f}x is detected ({POWER:.0%} power)"
+    return f"differences of {1 + share:.{decimals}f}x or more are detected ({POWER:.0%} power)"
 
 
 def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Difference | None]:
     """Return the differences of pairs of alternatives, given the noise of all alternatives of the same model.
 
-    ``None`` for a pair in which one has fewer than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
+    ``None`` for a pair in which one has fewer than :data:`ptdbench.comparison.significance.MIN_RUNS` runs.
     """
     models = grouped((pair[0].median_run.model, (id(side), side.sample)) for pair in pairs for side in pair)
     pools = {model: Pool([*dict(samples).values()]) for model, samples in models.items()}
@@ -82,7 +194,7 @@ class Standing:
     rank: tuple[int, int] | None = None  #: The best and the worst rank that it may have; ``None`` if no run is ok.
     rate: float | None = None  #: Tokens or samples per second, geometric mean over runs.
     #: Upper half-width of the rate's confidence interval, as a share; ``None`` with fewer than
-    #: :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
+    #: :data:`ptdbench.comparison.significance.MIN_RUNS` runs.
     margin: float | None = None
     ratio: float | None = None  #: Its rate over the first place's; ``None`` if it has no rate.
     against_best: Comparison | None = None  #: The same ratio with its interval, if there are enough runs.
@@ -99,7 +211,7 @@ def rank(alternatives: Sequence[Alternative]) -> list[Standing]:
     level = level_of(run for alternative in alternatives for run in alternative.runs)
     ok = [alternative for alternative in alternatives if alternative.sample]
     samples = [alternative.sample for alternative in ok]
-    means, pool = [variation.geometric_mean(sample) or 0.0 for sample in samples], Pool(samples)
+    means, pool = [significance.geometric_mean(sample) or 0.0 for sample in samples], Pool(samples)
     faster = significance.faster(pool, samples, level)
     ranks = significance.ranks(faster)
     order = list(_in_order(faster, means))
@@ -121,7 +233,7 @@ def rank(alternatives: Sequence[Alternative]) -> list[Standing]:
 
 
 def of_models(alternatives: Iterable[Alternative]) -> list[list[Standing]]:
-    """Rank each group of :func:`ptdbench.comparison.alternatives.comparable` separately."""
+    """Rank each group of :func:`comparable` separately."""
     return [rank(group) for group in comparable(alternatives)]
 
 
@@ -135,6 +247,53 @@ def _in_order(faster: Sequence[set[int]], means: Sequence[float]) -> Iterator[in
         for other in waiting:
             behind[other] -= number in faster[other]
         yield number
+
+
+#: Standard deviation of the logarithm of a predicted step that no part explains: kernels and gaps of its own.
+RESIDUAL = 0.012
+
+
+def rank_predicted(plans: Sequence[RunRecord]) -> list[Standing]:
+    """Rank plans by their predicted steps, fastest first; those without a time come last.
+
+    Ranges of ranks hold simultaneously, intervals one by one. Only plans of the same global batch may be compared, so
+    rates are.
+    """
+    timed = sorted((plan for plan in plans if plan.predicted.rate), key=lambda plan: -plan.predicted.rate)
+    level = LEVEL / max(1, math.comb(len(timed), 2))
+    wide, narrow = (NormalDist().inv_cdf(1 - chance / 2) for chance in (level, LEVEL))
+    slower: list[set[int]] = [set() for _ in timed]
+    for fast, slow in permutations(range(len(timed)), 2):
+        first, second = timed[fast].predicted, timed[slow].predicted
+        if math.log(first.rate / second.rate) > wide * prediction_error(first, second):
+            slower[slow].add(fast)
+    places = [
+        Standing(
+            alternative=Alternative([plan], {}),
+            rank=ends if len(timed) > 1 else None,
+            rate=plan.predicted.rate,
+            ratio=plan.predicted.rate / timed[0].predicted.rate,
+            against_best=_against(plan.predicted, timed[0].predicted, narrow) if number else None,
+            number=number,
+            faster=slower[number],
+        )
+        for number, (plan, ends) in enumerate(zip(timed, significance.ranks(slower), strict=True))
+    ]
+    return [*places, *(Standing(Alternative([plan], {})) for plan in plans if not plan.predicted.rate)]
+
+
+def prediction_error(step: Predicted, other: Predicted) -> float:
+    """Return the standard deviation of the logarithm of two predicted steps' ratio, both with times."""
+    first, second = ({name: spent / (each.step_seconds or 1.0) for name, spent in (each.parts or {}).items()}
+                     for each in (step, other))  # fmt: skip
+    shares = {**(other.errors or {}), **(step.errors or {})}
+    parts = (share * (first.get(name, 0.0) - second.get(name, 0.0)) for name, share in shares.items())
+    return math.sqrt(sum(part**2 for part in parts) + 2 * RESIDUAL**2)
+
+
+def _against(step: Predicted, best: Predicted, quantile: float) -> Comparison:
+    margin, ratio = math.exp(quantile * prediction_error(step, best)), step.rate / best.rate
+    return Comparison(ratio, ratio / margin, ratio * margin, runs=0, is_paired=False, detectable=margin - 1)
 
 
 def remark(places: Sequence[Standing]) -> str | None:
@@ -196,7 +355,7 @@ def _resolution(ranked: Sequence[Standing]) -> str:
     counts = [len(place.alternative.sample) for place in ranked]
     each = f"{_runs(min(counts), max(counts))} each"
     largest = max((place.against_best.detectable for place in ranked if place.against_best), default=None)
-    return each if largest is None else f"with {each}, {_detected(largest)} ({POWER:.0%} power)"
+    return each if largest is None else f"with {each}, {detectable_text(largest)}"
 
 
 def spoken(names: Sequence[str]) -> str:

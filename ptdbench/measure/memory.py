@@ -1,8 +1,7 @@
 """Memory: the peak of one rank, and the memory available on its host, in bytes.
 
-On a GPU the peak is of PyTorch's caching allocator: parameters, gradients, optimizer state, activations and buffers of
-this process, without the CUDA context, NCCL's buffers and unused cache. On a CPU it is the peak resident set of the
-process, including interpreter, libraries and mapped files. The two are not comparable.
+On a GPU the peak is of PyTorch's caching allocator, without the CUDA context, NCCL's buffers and unused cache. On a CPU
+it is the peak resident set of the process, with interpreter, libraries and mapped files. They are not comparable.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 The size of a message is the whole: if every rank holds a share (``scatter``, ``gather``, ``all_gather``,
 ``reduce_scatter``, ``all_to_all``), the sum of all shares, as in nccl-tests.
 
-Messages are small integers that every rank can compute for every other. Each element depends on its source and
-position, so that a share from the wrong rank, a wrong order, and a missing or doubled contribution all change the
-result. Sums are integers that the dtype represents exactly, so that any order of additions gives the same bits.
+Messages are small integers that every rank can compute for every other: each element depends on its source and
+position, and sums are exact in the dtype, so that any order of additions gives the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +69,6 @@ def _contribution(source: int, ranks: int, dtype: torch.dtype) -> Tensor:
 
 
 def _stretched(period: Tensor, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ``count`` elements of a periodic sequence."""
     short = period[:count].to(device, dtype)
     return short.repeat(-(-count // len(short)))[:count]
 

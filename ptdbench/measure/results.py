@@ -43,6 +43,11 @@ class OtherLoad(Struct, frozen=True):
             return bool(self.gpu_ranks)
         return self.taken is not None and self.taken > max(LEAST_CORES, LEAST_SHARE * self.cores)
 
+    @property
+    def weight(self) -> tuple[int, float]:
+        """How heavy it is: its shared GPUs, then its cores."""
+        return len(self.gpu_ranks), self.taken or 0.0
+
     def slows(self, rank: int) -> bool:
         """Return whether this load may have slowed down this rank of the node."""
         return self.is_busy and (not self.on_gpu or rank in self.gpu_ranks)

@@ -1,11 +1,11 @@
-"""Timing of messages, and statistics of times that do not assume a normal distribution.
+"""Timing: clocks, repetitions on all ranks, and statistics of times that do not assume a normal distribution.
 
-As in nccl-tests, ranks synchronize at a barrier before a block of repetitions but not between them, so a repetition may
-begin while another rank finishes the previous one. Every repetition is timed on every rank, and takes as long as its
-slowest rank; ranks compare their lists after the block.
+As in nccl-tests, ranks synchronize at a barrier before a block of repetitions but not between them. Every repetition
+is timed on every rank, and takes as long as its slowest rank; ranks compare their lists after the block.
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,111 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch.collect import gather, most
-from ptdbench.measure import clock
 from ptdbench.measure.memory import host_memory
 from ptdbench.measure.results import StepSeconds
 from ptdbench.problems import ConfigError, Problem, at_least
+
+
+class Clock:
+    """Times steps by the wall clock of the host, for devices that work synchronously."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        self._started = 0.0
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """End the step, once its work is done, or on a GPU queued."""
+        self._seconds.append(time.perf_counter() - self._started)
+
+    def finished(self) -> int:
+        """Count the steps since :meth:`forget` that the device has finished; never blocks, and is thread-safe."""
+        return len(self._seconds)
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of every step since :meth:`forget`; wait for the device."""
+        return list(self._seconds)
+
+    def forget(self) -> None:
+        """Forget the steps so far; the next one is step 0."""
+        self._seconds.clear()
+
+
+class DeviceCount:
+    """A count of finished steps that the device writes to host memory, in its stream.
+
+    Reading it makes no CUDA call: torch holds the GIL in ``cudaEventQuery``, which may hang, with every thread of the
+    rank, while another thread waits for the device (pytorch/pytorch#130844).
+    """
+
+    def __init__(self) -> None:
+        self._device = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._read = self._host.numpy()
+
+    def mark(self, number: int) -> None:
+        """Let the device write this number when its stream gets here."""
+        self._device.fill_(number)
+        self._host.copy_(self._device, non_blocking=True)
+
+    def number(self) -> int:
+        """Return the number that the device wrote last."""
+        return int(self._read[0])
+
+
+class _DeviceClock(Clock):
+    """Time between CUDA events in the GPU's stream; timing does not synchronize."""
+
+    def __init__(self) -> None:
+        self._begin: torch.cuda.Event | None = None
+        self._steps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._count = DeviceCount()
+        self._forgotten = 0
+
+    def start(self) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+
+    def stop(self) -> None:
+        assert self._begin
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        self._steps.append((self._begin, end))
+        self._count.mark(self._forgotten + len(self._steps))
+
+    def finished(self) -> int:
+        return max(0, self._count.number() - self._forgotten)
+
+    def seconds(self) -> list[float]:
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in self._steps]
+
+    def forget(self) -> None:
+        self._forgotten += len(self._steps)
+        self._steps = []
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Return the clock that suits the device."""
+    return _DeviceClock() if device.type == "cuda" else Clock()
+
+
+class Stopwatch:
+    """Seconds between milestones; the start, in seconds since the epoch, may be in another process."""
+
+    def __init__(self, started: float) -> None:
+        self.laps: dict[str, float] = {}  #: Seconds by milestone.
+        self._last = started
+
+    def lap(self, name: str) -> None:
+        """Record the time since the last lap under ``name``."""
+        now = time.time()
+        self.laps[name] = now - self._last
+        self._last = now
+
 
 #: About the clock's resolution: avoids division by zero.
 _TICK = 1e-9
@@ -102,7 +203,7 @@ def timed(step: Step | None, count: int, device: torch.device, between: Step = l
     """Return the seconds of ``count`` repetitions on this rank, zeros for ``None``; ``between`` runs before each."""
     if step is None:
         return [0.0] * count
-    watch = clock.for_device(device)
+    watch = clock_for(device)
     for _ in range(count):
         between()
         watch.start()
@@ -115,10 +216,9 @@ def warmup_end(step_seconds: Sequence[float], minimum: int) -> int:
     """Return the number of leading warm-up steps, by the MSER rule.
 
     MSER drops the first ``d`` steps, where ``d`` minimizes the standard error of the remaining mean,
-    ``argmin_d sum_{i >= d} (x_i - mean_d)^2 / (n - d)^2``: dropping more than the slow first steps costs more in sample
-    size than it gains in variance (K. P. White, "An effective truncation heuristic for bias reduction in simulation
-    output", Simulation 69(6), 1997). ``d`` and ``minimum`` are limited to the first half, as near the end the estimate
-    is based on too few steps.
+    ``argmin_d sum_{i >= d} (x_i - mean_d)^2 / (n - d)^2`` (K. P. White, "An effective truncation heuristic for bias
+    reduction in simulation output", Simulation 69(6), 1997). ``d`` and ``minimum`` are limited to the first half, as
+    near the end the estimate is based on too few steps.
     """
     count = len(step_seconds)
     last = count // 2

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ptdbench.comparison import alternatives
+from ptdbench.comparison import ranking
 from ptdbench.planning import measured, step_time
 from ptdbench.problems import Problem, require
 from ptdbench.records import load
@@ -72,7 +72,7 @@ def read(folders: Sequence[Path], plans: Sequence[Config]) -> list[Anchor]:
         usable = [record for record in records if _plan_of(record, plans)]
         reasons = dict.fromkeys(next(_refusals(records[0], planned), "") for planned in plans)
         problems += [] if usable else [Problem("--anchor", str(folder), "; ".join(filter(None, reasons)))]
-        anchors += [_anchor(alternative.median_run, plans) for alternative in alternatives.group(usable)]
+        anchors += [_anchor(alternative.median_run, plans) for alternative in ranking.group_runs(usable)]
     require(*problems)
     return anchors
 

@@ -17,7 +17,7 @@ from ptdbench.parallel.footprint import modules_of_ranks
 from ptdbench.parallel.tensor import split_dimensions
 from ptdbench.parallel.zero import assign_owners
 from ptdbench.profiling.phases import KINDS
-from ptdbench.records import accounts
+from ptdbench.records.record import merged_accounts
 from ptdbench.records.schema import Memory, Record
 from ptdbench.setup.training_spec import TrainingSpec
 
@@ -95,7 +95,7 @@ def merged(records: Sequence[Record], stands_for: Mapping[int, int]) -> Record:
     of_ranks = [record.virtual for record in records if record.virtual]
     memories = [record.memory for record in records if record.memory and record.memory.ranks]
     metrics = [record.metrics for record in records if record.metrics]
-    first = replace(records[0], virtual=accounts.merged(of_ranks, stands_for))
+    first = replace(records[0], virtual=merged_accounts(of_ranks, stands_for))
     if first.memory and len(memories) == len(records):
         first.memory = Memory(
             ranks={kind: [*chain(*((memory.ranks or {})[kind] for memory in memories))] for kind in KINDS},

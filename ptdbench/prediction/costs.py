@@ -19,7 +19,7 @@ from typing import Any
 
 from ptdbench.grouping import grouped
 from ptdbench.prediction.log import DTYPES, Flag, Kind
-from ptdbench.profiling.kernels import kernel_kind
+from ptdbench.profiling.events import kernel_kind
 from ptdbench.virtual.device import Device
 
 #: Seconds that a kernel takes at least.

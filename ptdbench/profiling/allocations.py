@@ -1,13 +1,7 @@
 """Memory of a step by purpose over time, from the allocations that torch's profiler recorded.
 
-A block of memory is weights, gradients or optimizer state if it holds their tensors. Otherwise it is communication if
-it was passed to a communication operation, or if FSDP allocated it: gathered weights, and send buffers. All other
-blocks that the forward and backward pass allocate are activations, including their gradients, the results of functional
-collectives, which tensor and context parallelism compute with, and the outputs that a pipeline stage sends. Unsharded
-gradients, which FSDP frees once they are accumulated or reduced, count as gradients, as do its accumulation buffers.
-
-A block that one of gloo's threads frees last is counted until its address is reused: the profiler does not see those
-threads.
+docs/breakdown.md says what each purpose contains. A block that one of gloo's threads frees last is counted until its
+address is reused: the profiler does not see those threads.
 """
 
 import math
@@ -131,7 +125,6 @@ def read(taken: profile, device_type: str) -> Seen:
 
 
 def _walk(roots: Sequence[Any]) -> Iterator[tuple[Any, Surroundings]]:
-    """Yield all events with their surroundings."""
     waiting = [(event, Surroundings()) for event in roots]
     while waiting:
         event, around = waiting.pop()
@@ -141,7 +134,6 @@ def _walk(roots: Sequence[Any]) -> Iterator[tuple[Any, Surroundings]]:
 
 
 def _inside(name: str, around: Surroundings) -> Surroundings:
-    """Return the surroundings inside an event."""
     if name in _PARTS:
         return _PARTS[name]
     if name.startswith(BACKWARD):  # on a GPU in a separate thread

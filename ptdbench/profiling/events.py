@@ -1,4 +1,4 @@
-"""Events of a trace of torch's profiler: of the host, of devices, and communication operations.
+"""Events of a trace of torch's profiler: of the host, of devices and their kinds, and communication operations.
 
 torch records each operation that it passes to NCCL on the host, as ``record_param_comms``, and repeats its metadata at
 the kernel that runs it. Coalesced messages are run by one kernel without metadata, launched when their group ends: up
@@ -11,7 +11,7 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
@@ -158,6 +158,34 @@ def launches_of(events: Sequence[Event]) -> dict[Any, float]:
         for event in events
         if event.kind in ("cuda_runtime", "cuda_driver") and "correlation" in event.facts
     }
+
+
+#: Kinds of GPU kernels by regular expressions of their names; the first match counts, ``other`` if none does.
+KERNEL_KINDS = {
+    "communication": r"^nccl",
+    "compiled": r"^triton_",
+    "attention": r"flash|fmha|attention|sdpa",
+    "convolution": r"conv(?!ert)|wgrad|dgrad|winograd|im2col|col2im",
+    "product": r"gemm|gemv|cublas|cutlass|nvjet|scaled_mm|splitk",
+    "optimizer": r"multi_tensor_apply|fused_?(adam|sgd)|fusedoptimizer",
+    "norm": r"layer_?norm|rms_?norm|batch_?norm|gammabeta|bn_(fw|bw)|group_?norm",
+    "reduction": r"reduce_kernel|softmax|logsumexp|argmax|topk|sort|scan",
+    "copy": r"copy|catarray|loadwithcast|memcpy",
+    "elementwise": r"elementwise|gelu|silu|dropout",
+}
+
+
+def kernel_kind(name: str) -> str:
+    """Classify a kernel by its purpose."""
+    return next((kind for kind, has in KERNEL_KINDS.items() if re.search(has, name, re.IGNORECASE)), "other")
+
+
+def kernels_by_kind(kernels: Mapping[str, int]) -> Counter[str]:
+    """Count kernels by kind, given their counts by name."""
+    kinds = Counter[str]()
+    for name, count in kernels.items():
+        kinds[kernel_kind(name)] += count
+    return kinds
 
 
 def operation_of(name: str) -> str:
@@ -309,7 +337,6 @@ def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Interval, list[Mappi
 
 
 def _is_undirected(facts: Mapping[str, Any]) -> bool:
-    """Whether these are the metadata of messages without a peer."""
     return facts.get(_NCCL_NAME) in _UNDIRECTED and not _PEERS.keys() & facts.keys()
 
 

@@ -1,9 +1,4 @@
-"""Phases of a step: a partition of its time on each rank.
-
-Exposed communication is the time of communication without compute, as in Holistic Trace Analysis. Here it is split
-further: an operation can begin only when the last of its ranks has called it, so waiting until then is due to that
-rank, not to the link.
-"""
+"""Phases of a step: a partition of its time on each rank, as docs/breakdown.md defines them."""
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict

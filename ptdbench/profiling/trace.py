@@ -112,7 +112,6 @@ def _of_host(
 
 
 def _by_phase(parts: Mapping[str, Sequence[Interval]], backward: list[Interval]) -> dict[str, list[Interval]]:
-    """Return when the host was in each phase."""
     forward = subtract(union(parts[GRADIENTS]), backward)
     return {"data": union(parts[DATA]), "forward": forward, "backward": backward, "optimizer": union(parts[UPDATE])}
 
@@ -131,7 +130,6 @@ def _trace(
 
 
 def _outermost(events: Sequence[Event]) -> Iterator[Event]:
-    """Yield the outermost of sorted events of one thread."""
     end = -math.inf
     for event in events:
         if event.start >= end:

@@ -94,10 +94,7 @@ class Attempt:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a directory, if its file system supports locks and no other holder hangs.
-
-    The directory itself is locked, which ``filelock`` cannot do: it would leave a lock file in it.
-    """
+    """Hold an exclusive lock on a directory, if its file system supports locks and no other holder hangs."""
     descriptor = os.open(directory, os.O_RDONLY)
     until = time.monotonic() + _PATIENCE
     try:

@@ -297,6 +297,11 @@ class Predicted(Struct):
     anchor: str | None = None  #: The measured run that sets the level of the device; null without one.
     reason: str | None = None  #: Why there is no prediction.
 
+    @property
+    def rate(self) -> float:
+        """Tokens per second, or samples per second if samples are not token sequences; 0 without a prediction."""
+        return self.tokens_per_second or self.samples_per_second or 0.0
+
 
 class Experts(Struct):
     """Distribution of tokens over experts in the steps of the run's last start, without evaluation and profiling."""

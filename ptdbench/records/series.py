@@ -61,15 +61,10 @@ def keep(path: Path, steps: int) -> int:
 
 def copy(source: Path, target: Path, steps: int) -> int:
     """Write the first ``steps`` steps of one file into another; return how many of them there are."""
-    write(target, blocks(source))
-    return keep(target, steps)
-
-
-def write(path: Path, content: Iterable[np.ndarray]) -> None:
-    """Replace a file with these blocks."""
-    with path.open("wb") as file:
-        for rows in content:
+    with target.open("wb") as file:
+        for rows in blocks(source):
             np.save(file, rows, allow_pickle=False)
+    return keep(target, steps)
 
 
 def blocks(path: Path) -> Iterator[np.ndarray]:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from ptdbench.comparison import predictions, ranking
-from ptdbench.comparison.alternatives import Alternative, sweep_of
-from ptdbench.comparison.ranking import Standing, interval_text, margin_text
+from ptdbench.comparison import ranking
+from ptdbench.comparison.ranking import Alternative, Standing, interval_text, margin_text, sweep_of
 from ptdbench.records.run_record import RunRecord
-from ptdbench.report import remarks, text, virtual, why
+from ptdbench.report import remarks, steps, text, virtual
 from ptdbench.report.labels import names, title
 from ptdbench.report.text import MISSING, figure_text
 from ptdbench.units import memory_text, three_digits
@@ -284,7 +283,9 @@ def _section(places: Sequence[Standing]) -> Section:
 def _predicted_order(rows: Sequence[Row]) -> list[Row]:
     """Order rows without any measurement by their predicted steps; their rates stay unknown."""
     of_run = {id(row.run): row for row in rows}
-    places = [(place, of_run[id(place.alternative.runs[0])]) for place in predictions.rank([row.run for row in rows])]
+    places = [
+        (place, of_run[id(place.alternative.runs[0])]) for place in ranking.rank_predicted([row.run for row in rows])
+    ]
     return [Row(replace(place, rate=None, alternative=row.place.alternative), row.name) for place, row in places]
 
 
@@ -301,6 +302,6 @@ def _answer(rows: Sequence[Row], unit: str) -> str:
 
 
 def _why(rows: Sequence[Row]) -> list[str]:
-    groups = why.in_order({row.name: row.place for row in rows if row.place.rate})
-    doubts = [doubt for group in groups for name, run in group.items() for doubt in why.doubt(run, name)]
-    return [*why.against_first(groups)[:_EXPLAINED], *doubts[:_EXPLAINED]]
+    groups = steps.behind_first({row.name: row.place for row in rows if row.place.rate})
+    doubts = [doubt for group in groups for name, run in group.items() for doubt in steps.doubt_about_phases(run, name)]
+    return [*steps.against_first(groups)[:_EXPLAINED], *doubts[:_EXPLAINED]]

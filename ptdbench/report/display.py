@@ -256,7 +256,6 @@ class Display:
         )
 
     def _row(self, width: int) -> RenderableType:
-        """Return the live line: a bar between two texts."""
         left, right = self.line(width, self._clock())
         row = Table.grid(Column(no_wrap=True), Column(), Column(no_wrap=True), padding=(0, 1), expand=True)
         row.add_row(Text(left), ProgressBar(self.total_steps or None, self._done), Text(right))
@@ -313,7 +312,6 @@ class Display:
         return f"step {self._done}/{self.total_steps}"
 
     def _figures(self, now: float) -> dict[str, str]:
-        """Return the texts after the step, in display order."""
         texts = {}
         if (rate := self._rate) is not None:
             count, device = self.devices
@@ -347,7 +345,6 @@ class Display:
 
 
 def _fitting(figures: dict[str, str], room: int) -> str:
-    """Return as many of the figures as fit."""
     for least in ("remark", "each", "loss", "sweep", "rate"):
         if len("  ".join(figures.values())) > room:
             figures.pop(least, None)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ptdbench.comparison.alternatives import name_of_sweep, sweep_of
+from ptdbench.comparison.ranking import sweep_of
 from ptdbench.grouping import grouped
 from ptdbench.parallel.dims import Dims
 from ptdbench.records.effects import EARLIER, OF_CHOICE, affects, leaves, short_names
@@ -174,7 +174,7 @@ _DETAILS: tuple[_Detail, ...] = (
 
 #: Further details, for runs of several sweeps.
 _PLACES: tuple[_Detail, ...] = (
-    lambda record: f"[{name_of_sweep(record)}]",
+    lambda record: f"[{sweep_of(record).resolve().name}]",  # a link such as outputs/latest resolved
     lambda record: f"[{sweep_of(record)}]",
     lambda record: f"[{Path(record.directory).name}]",
     lambda record: f"[{record.directory}]",

@@ -1,8 +1,8 @@
 """Loggers of a training run's scalars: TensorBoard, and Weights & Biases, by ``logger=wandb``.
 
-Scalars are written during the run, whenever its ranks drain their steps, and at its end: outside the timed path, and
-even a run that is killed has curves. A service never ends a run: the first error is reported, and nothing more is sent
-than that the run has ended. TensorBoard's disk may have space again later: it gets what is missing at the end.
+Scalars are written whenever the ranks drain their steps, outside the timed path, and at the end. A service never ends a
+run: the first error is reported, and nothing more is sent than that the run has ended. TensorBoard's disk may have
+space again later: it gets what is missing at the end.
 """
 
 import json

@@ -9,7 +9,7 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from ptdbench.comparison import ranking
-from ptdbench.comparison.ranking import Standing
+from ptdbench.comparison.ranking import Standing, spoken
 from ptdbench.grouping import grouped
 from ptdbench.measure.results import OtherLoad
 from ptdbench.records.effects import affects
@@ -89,9 +89,6 @@ _ROUNDING = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 2e-2, "fp16": 2e-2, "fp8": 5e-2
 #: It grows with steps like independent errors, up to this bound, above which a wrong training would go unnoticed.
 _MOST = 5e-2
 
-#: Maximum number of configurations that a line names.
-_NAMED = 5
-
 
 def training(run: RunRecord) -> Hashable:
     """Return a key that is equal for two runs if and only if the losses of their common steps should be."""
@@ -134,13 +131,7 @@ def _of_losses(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
             scale = max(abs(reference), sys.float_info.min)
             apart = {name: abs(loss - reference) / scale for name, loss in finite[1:]}
             if far := [f"{name} {share:.2g}" for name, share in apart.items() if share > most[name]]:
-                yield f"last loss differs from {first}, relative: {listed(far)}"
-
-
-def listed(words: Sequence[str]) -> str:
-    """Return the first words, and how many others there are."""
-    most = f" and {plural(len(words) - _NAMED, 'other')}" if len(words) > _NAMED else ""
-    return f"{', '.join(words[:_NAMED])}{most}"
+                yield f"last loss differs from {first}, relative: {spoken(far)}"
 
 
 def _python_that_is_read(run: RunRecord) -> str | None:
@@ -240,7 +231,7 @@ def _devices(places: Sequence[tuple[str, Standing]]) -> Iterator[str]:
 
     by_device = grouped((used, label) for label, place in places if (used := devices(place)))
     if len(by_device) > 1:
-        named = "; ".join(f"{listed(names)} on {device}" for device, names in by_device.items())
+        named = "; ".join(f"{spoken(names)} on {device}" for device, names in by_device.items())
         yield f"ranked across devices: {named}"
 
 
@@ -261,15 +252,13 @@ def _out_of_turn(places: Sequence[tuple[str, Standing]]) -> Iterator[str]:
         if together and later[0][0] > max(last for _, last, *_ in earlier):
             names, others = ([label for _, _, label, _ in rows] for rows in (later, earlier))
             since = "not in turns: a machine that has changed since counts"
-            yield f"{listed(names)}: measured after {listed(others)}, {since}"
+            yield f"{spoken(names)}: measured after {spoken(others)}, {since}"
 
 
 def _reasons(places: Sequence[tuple[str, Standing]]) -> list[str]:
     runs = [(label, run) for label, place in places for run in place.alternative.runs]
     failed = [(reason(run), label) for label, run in runs if not run.throughput and not virtual.is_ok(run)]
-    alike = grouped(dict.fromkeys(failed))
-    names = {text: [first, *([plural(len(more), "other")] if more else [])] for text, (first, *more) in alike.items()}
-    return [f"{' and '.join(labels)}: {text}" for text, labels in names.items()]
+    return [f"{spoken(labels)}: {text}" for text, labels in grouped(dict.fromkeys(failed)).items()]
 
 
 def load_remarks(named: Sequence[tuple[str, Sequence[RunRecord]]]) -> Iterator[str]:
@@ -277,14 +266,10 @@ def load_remarks(named: Sequence[tuple[str, Sequence[RunRecord]]]) -> Iterator[s
     by_row = [(label, len(runs), [load for run in runs if (load := _heaviest(run))]) for label, runs in named]
     rows = [f"{name} ({len(loads)} of {count} runs)" if count > 1 else name for name, count, loads in by_row if loads]
     if rows:
-        most = max((load for *_, loads in by_row for load in loads), key=_weight)
-        yield f"{most}{', at most,' if len(rows) > 1 else ''} during {listed(rows)}"
+        most = max((load for *_, loads in by_row for load in loads), key=attrgetter("weight"))
+        yield f"{most}{', at most,' if len(rows) > 1 else ''} during {spoken(rows)}"
 
 
 def _heaviest(run: RunRecord) -> OtherLoad | None:
     """Return the heaviest load on a run's nodes that may have slowed it down."""
-    return max((load for load in run.hardware.other_load or [] if load.is_busy), key=_weight, default=None)
-
-
-def _weight(load: OtherLoad) -> tuple[int, float]:
-    return len(load.gpu_ranks), load.taken or 0.0
+    return max((load for load in run.hardware.other_load or [] if load.is_busy), key=attrgetter("weight"), default=None)

@@ -19,8 +19,8 @@ from ptdbench.records.effects import short_names
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import Evaluation
 from ptdbench.records.store import Damaged
-from ptdbench.report import recorded_phases
 from ptdbench.report.labels import options
+from ptdbench.report.steps import recorded_step, why_no_phases
 
 #: The columns that become curves.
 _SHOWN = (*series.NUMBERS, "slowest_seconds")
@@ -50,10 +50,7 @@ def advance(
 def remaining(directory: Path, record: RunRecord, shown: int = 0, evaluated: int = 0) -> list[Scalar]:
     """Return the curves of the run's last start, from step ``shown`` on and evaluations after step ``evaluated``.
 
-    TensorBoard sorts tags, so throughput is first. Per step: ``speed/tokens_per_second`` or
-    ``speed/samples_per_second``, ``step/loss``, ``step/seconds`` (slowest rank), ``step/memory_bytes`` (maximum over
-    ranks), ``step/learning_rate``, ``step/data_wait_share``, ``step/gradient_norm`` if gradients are clipped. Per
-    evaluation: ``validation/...``. At the last step: ``step_seconds/<phase>`` of the mean step.
+    docs/results.md lists the tags. TensorBoard sorts them, so throughput is first.
     """
     first, blocks = record.first_step, [*series.blocks(directory / series.NAME)]
     columns = {name: series.column(blocks, name)[first:] for name in _SHOWN}
@@ -62,7 +59,7 @@ def remaining(directory: Path, record: RunRecord, shown: int = 0, evaluated: int
 
 
 def _phases(record: RunRecord, time: float) -> list[Scalar]:
-    phases = {} if recorded_phases.missing(record) else recorded_phases.step(record).phases
+    phases = {} if why_no_phases(record) else recorded_step(record).phases
     tags = {f"step_seconds/{PHASES[name].replace(' ', '_')}": mean for name, mean in phases.items() if mean}
     return [Scalar(tag, mean, max((record.steps or 0) - 1, 0), time) for tag, mean in tags.items()]
 
@@ -120,7 +117,6 @@ def _evaluated(evaluation: Evaluation, time: float) -> list[Scalar]:
 
 
 def _started(record: RunRecord) -> float:
-    """Return when a run started, in seconds since the epoch."""
     return datetime.fromisoformat(record.started or "").timestamp()
 
 

@@ -9,19 +9,27 @@ from typing import Literal
 
 from msgspec.structs import asdict
 
-from ptdbench.comparison import alternatives, significance, variation
-from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.ranking import detectable_text, differences, interval_text, level_of, margin_text, of_models
-from ptdbench.comparison.significance import Comparison
-from ptdbench.comparison.variation import MIN_RUNS
+from ptdbench.comparison import significance
+from ptdbench.comparison.ranking import (
+    Alternative,
+    by_identity,
+    detectable_text,
+    differences,
+    interval_text,
+    level_of,
+    margin_text,
+    of_models,
+    spoken,
+)
+from ptdbench.comparison.significance import MIN_RUNS, Comparison
 from ptdbench.grouping import grouped
 from ptdbench.records.effects import affects, leaves
 from ptdbench.records.run_record import RunRecord
 from ptdbench.report import remarks
 from ptdbench.report.columns import unit
 from ptdbench.report.labels import names
-from ptdbench.report.recorded_phases import work_difference
-from ptdbench.report.remarks import listed, reason
+from ptdbench.report.remarks import reason
+from ptdbench.report.steps import work_difference
 from ptdbench.report.text import MISSING, drawn, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
@@ -80,8 +88,8 @@ def match(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Versus:
         Incomparable: The sets have no configuration in common, or did different work.
     """
     ignored = _new_options(before, after)
-    ours = alternatives.by_identity(before, ignored, after)
-    other = alternatives.by_identity(after, ignored, before)
+    ours = by_identity(before, ignored, after)
+    other = by_identity(after, ignored, before)
     common = [key for key in ours if key in other]
     by_key, is_same = {**other, **ours}, bool(common)
     called = dict(zip(by_key, names([alternative.median_run for alternative in by_key.values()]), strict=True))
@@ -96,7 +104,7 @@ def match(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Versus:
         raise Incomparable(f"no configuration is in both: {'; '.join(_alone(called, ours, other, []))}; {_REMEDY}")
     lines = [f"only {configurations}" for configurations in _alone(called, ours, other, common)]
     if outermost := sorted(name for name in ignored if name.rpartition(".")[0] not in ignored):  # or of a whole group
-        lines.append(f"options of one version of ptdbench alone, not compared: {listed(outermost)}")
+        lines.append(f"options of one version of ptdbench alone, not compared: {spoken(outermost)}")
     return Versus(_judged(pairs, is_same), lines, ([*ours.values()], [*other.values()]))
 
 
@@ -262,7 +270,7 @@ def _as_json(pair: Pair) -> dict[str, object]:
     difference = pair.difference
     sides = {
         word: {
-            "per_second": variation.geometric_mean(side.sample),
+            "per_second": significance.geometric_mean(side.sample),
             "runs": len(side.sample),
             "failed": len(_failed(side)),
             "interrupted": len(_interrupted(side)),
@@ -295,14 +303,14 @@ def _short(text: str) -> str:
 
 
 def _rate(side: Alternative, more: str) -> str:
-    rate = variation.geometric_mean(side.sample)
+    rate = significance.geometric_mean(side.sample)
     return MISSING if rate is None else f"{three_digits(rate)}{more}"
 
 
 def _ratio(pair: Pair) -> str:
     if pair.difference:
         return f"{pair.difference.ratio:.3f}{interval_text(pair.difference, 3)}"
-    before, after = (variation.geometric_mean(side.sample) for _, side in pair.sides)
+    before, after = (significance.geometric_mean(side.sample) for _, side in pair.sides)
     return f"{after / before:.3f}" if before and after else MISSING
 
 

@@ -1,18 +1,18 @@
 """Virtual runs and plans in tables and lines: virtual runs have no times, and plans predicted ones."""
 
 import math
+import pickle
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from msgspec.structs import astuple
 
-from ptdbench.comparison import predictions
-from ptdbench.comparison.ranking import spoken
+from ptdbench.comparison.ranking import rank_predicted, spoken
 from ptdbench.grouping import grouped
 from ptdbench.problems import in_shell
-from ptdbench.profiling import snapshots
 from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.run_record import RunRecord
 from ptdbench.records.schema import FirstStep, Messages, Plan, Virtual
@@ -44,9 +44,6 @@ PLANNED = {
 
 #: The order of omission in a table with predicted times, where it differs.
 BESIDE_TIMES = {"gathered": 8, "activations": 9, "reserved": 10, "max mb": 11}
-
-#: Maximum number of places of a program to show, largest share of the peak first.
-_MOST_PLACES = 8
 
 #: The columns that are not sizes.
 NO_SIZES = ("mb", "rank", "fits", "max mb")
@@ -84,8 +81,8 @@ def answer(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
     sizes = {name: size for name, run in named if run.kind == "virtual" and (size := run.metrics.peak_memory_bytes)}
     if least := min(sizes, key=sizes.__getitem__, default=None):
         yield f"Least memory: {least}, {memory_text(sizes[least])} on its largest rank; virtual runs have no times"
-    called = {id(run): name for name, run in named if predictions.rate_of(run)}
-    first = [place for place in predictions.rank([run for _, run in named if id(run) in called]) if not place.faster]
+    called = {id(run): name for name, run in named if run.predicted.rate}
+    first = [place for place in rank_predicted([run for _, run in named if id(run) in called]) if not place.faster]
     if len(called) > 1:
         leaders = spoken([called[id(place.alternative.runs[0])] for place in first])
         yield f"Predicted, not measured: {leaders} may be the fastest of {len(called)}"
@@ -147,7 +144,7 @@ def measuring(records: Sequence[RunRecord]) -> str:
 
     It measures the plans that fit; of those with a predicted time only the ones that may be the fastest.
     """
-    behind = [place.alternative.runs[0] for place in predictions.rank(records) if place.faster]
+    behind = [place.alternative.runs[0] for place in rank_predicted(records) if place.faster]
     fitting = [record for record in records if record.plan.fits and record not in behind]
     typed = dict.fromkeys(word.partition("=")[::2] for record in fitting for word in record.overrides or [])
     values = {name: ",".join(of_option) for name, of_option in grouped(typed).items()}
@@ -253,17 +250,63 @@ def of_program(record: RunRecord, width: int) -> str:
     return "\n".join([*lines, explained(record, command, width), wrap(f"{taken}; {zeros}; {record.directory}", width)])
 
 
+#: Maximum number of places of a program to show, and of frames of their stacks.
+_MOST_PLACES, _MOST_FRAMES = 8, 4
+
+
+class Allocated(NamedTuple):
+    """What was allocated from one place of the program, and alive at the peak."""
+
+    bytes: int
+    tensors: int
+    stack: Sequence[str]  #: ``file:line function``, the innermost first, without torch's own where there are others.
+
+
 def largest(directory: Path) -> Iterator[str]:
     """Yield what took most memory at the peak of the process that needed most, if this process has kept snapshots."""
-    kept = [(snapshots.largest(path, _MOST_PLACES), path) for path in directory.glob("memory/*.pickle")]
+    kept = [(largest_places(path), path) for path in directory.glob("memory/*.pickle")]
     if not kept:
         return
-    places, path = max(kept, key=lambda of_one: sum(place.bytes for place in of_one[0]))
+    places, path = max(kept, key=lambda of_process: sum(place.bytes for place in of_process[0]))
     yield f"largest at the peak, by place; the whole snapshot, for https://pytorch.org/memory_viz, is {path}:"
     for place in places:
         frames = place.stack or ["(no Python: the backward pass)"]
-        title = f"  {size_text(place.bytes)} in {plural(place.count, 'tensor')}"
+        title = f"  {size_text(place.bytes)} in {plural(place.tensors, 'tensor')}"
         yield plain("\n".join([title, *(f"    {frame}" for frame in frames)]))
+
+
+def largest_places(path: Path) -> list[Allocated]:
+    """Return what took most memory at the peak in a snapshot of torch's, by place, the largest first; raises OSError.
+
+    The snapshot is unpickled: it must be of a program that this process has started.
+    """
+    peaks = map(_at_peak, pickle.loads(path.read_bytes())["device_traces"])
+    alive = max(peaks, key=lambda entries: sum(entry["size"] for entry in entries), default=[])
+    places = grouped((tuple(_stack(entry.get("frames") or [])), entry["size"]) for entry in alive)
+    allocated = [Allocated(sum(sizes), len(sizes), stack) for stack, sizes in places.items()]
+    return sorted(allocated, key=lambda place: -place.bytes)[:_MOST_PLACES]
+
+
+def _at_peak(trace: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the allocations that were alive when a device's allocated memory was largest."""
+    entries = [entry for entry in trace if entry["action"] in ("alloc", "free_completed")]
+    total = most = end = 0
+    for place, entry in enumerate(entries, start=1):
+        total += entry["size"] if entry["action"] == "alloc" else -entry["size"]
+        if total > most:
+            most, end = total, place
+    alive: dict[int, Mapping[str, Any]] = {}
+    for entry in entries[:end]:
+        if entry["action"] == "alloc":
+            alive[entry["addr"]] = entry
+        else:
+            alive.pop(entry["addr"], None)
+    return [*alive.values()]
+
+
+def _stack(frames: Sequence[Mapping[str, Any]]) -> list[str]:
+    outside = [frame for frame in frames if "/torch/" not in frame["filename"]]
+    return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in (outside or frames)[:_MOST_FRAMES]]
 
 
 def _memory(record: RunRecord, width: int) -> Iterator[str]:

@@ -21,8 +21,8 @@ import psutil
 
 from ptdbench.launch import rendezvous, settings
 from ptdbench.launch.world import World, discover
-from ptdbench.measure.clock import Stopwatch
 from ptdbench.measure.hardware import environment
+from ptdbench.measure.timing import Stopwatch
 from ptdbench.planning.tries import needs_search
 from ptdbench.problems import ConfigError
 from ptdbench.records import failure, ledger, ownership, record, store

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from ptdbench.comparison import significance
-from ptdbench.comparison.variation import Pool
+from ptdbench.comparison.significance import Pool
 from ptdbench.launch import local
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.planning.search import Search

@@ -10,8 +10,8 @@ from typing import Any
 
 from ptdbench.planning import step_time
 from ptdbench.prediction import log
-from ptdbench.profiling.kernels import by_kind
-from ptdbench.records import accounts, record, schema, store
+from ptdbench.profiling.events import kernels_by_kind
+from ptdbench.records import record, schema, store
 from ptdbench.records.run_record import RunRecord, typed
 from ptdbench.records.schema import FirstStep, Messages, Predicted, Virtual
 from ptdbench.virtual import program, watch
@@ -129,9 +129,9 @@ def _options(request: Request) -> Iterator[str]:
 def _results(request: Request, ended: program.Ended) -> dict[str, Any]:
     """Return the fields of the record that are known once the program has ended."""
     of_ranks = [*_of_processes(request.machine, ended.reports, "step")]
-    virtual = accounts.merged(of_ranks) if of_ranks else None
+    virtual = record.merged_accounts(of_ranks) if of_ranks else None
     if virtual and any(report["steps"] > 1 for report in ended.reports):
-        first = accounts.merged([*_of_processes(request.machine, ended.reports, "first")])
+        first = record.merged_accounts([*_of_processes(request.machine, ended.reports, "first")])
         virtual.first_step = FirstStep(first.allocated_bytes, first.kernels, first.flops, first.messages)
     needed = [report["out_of_memory"] for report in ended.reports if "out_of_memory" in report]
     status = "ok" if ended.status == 0 else "oom" if needed else "failed"
@@ -157,7 +157,7 @@ def _of_processes(machine: Machine, reports: Sequence[Mapping[str, Any]], which:
         step = report.get(which) or report.get("total") or {}
         peaks = step.get("allocated", {})
         for number, device in report["devices"].items():
-            kernels, messages = by_kind(step.get("kernels", {})), step.get("calls", {})
+            kernels, messages = kernels_by_kind(step.get("kernels", {})), step.get("calls", {})
             yield Virtual(
                 device=machine.gpu_name,
                 ranks=[report["rank"] if report["rank"] >= 0 else place],

@@ -13,7 +13,7 @@ from ptdbench.launch import devices, local, peers, rendezvous
 from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World
 from ptdbench.measure import hardware, memory
-from ptdbench.measure.clock import Stopwatch
+from ptdbench.measure.timing import Stopwatch
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.planning import tries
 from ptdbench.problems import ConfigError

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ptdbench.launch import local, settings
 from ptdbench.launch.world import discover
 from ptdbench.measure import memory
-from ptdbench.measure.clock import Stopwatch
+from ptdbench.measure.timing import Stopwatch
 from ptdbench.problems import ConfigError
 from ptdbench.records import failure, store
 from ptdbench.records.failure import root_cause

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from ptdbench.comparison import alternatives, ranking, significance
-from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.variation import Difference
+from ptdbench.comparison import ranking, significance
+from ptdbench.comparison.ranking import Alternative
+from ptdbench.comparison.significance import Difference
 from ptdbench.problems import Problem, require
 from ptdbench.records import store
 from ptdbench.report.labels import names
@@ -75,8 +75,8 @@ class Compared:
 def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
     """Return every pair of a sweep's comparable alternatives, from its first ``blocks`` blocks only."""
     earlier = [run for run in store.read_results(directory) if (run.option("repeat.block", int) or 0) < blocks]
-    measured = [alternative for alternative in alternatives.group(earlier) if alternative.sample]
-    return [Compared(*pair) for group in alternatives.comparable(measured) for pair in combinations(group, 2)]
+    measured = [alternative for alternative in ranking.group_runs(earlier) if alternative.sample]
+    return [Compared(*pair) for group in ranking.comparable(measured) for pair in combinations(group, 2)]
 
 
 @dataclass

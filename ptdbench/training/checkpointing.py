@@ -122,7 +122,7 @@ class Checkpointing:
         self._recorder.drain()
         facts = {
             "segments": to_builtins(self._recorder.segments()),
-            "scaler": self._loop.update.scaler_state(),
+            "scaler": self._loop.update.scaler.state_dict(),
             "evaluations": to_builtins(self._evaluator.done),
             "data": self._identity(),
         }
@@ -138,7 +138,8 @@ class Checkpointing:
         layout, step = self._job.training.layout, checkpoint.manifest.step
         reshaped = run_spec.change_of_shape(checkpoint.manifest, layout.dims.world_size, layout.as_dict())
         self._state.restore(checkpoint.path, same_layout=reshaped is None, group=group)
-        self._loop.update.load_scaler(facts.get("scaler", {}))
+        if (scaler := self._loop.update.scaler).is_enabled() and facts.get("scaler"):
+            scaler.load_state_dict(facts["scaler"])
         self._loop.first_step = step
         source = checkpoint.path.parent.parent
         if source == self._job.directory:

@@ -1,7 +1,6 @@
 """Energy and limits of the GPUs during a training run, and other load, from counters read between steps.
 
-GPU counters are read through NVML. Nothing is read while steps run. For a counter that is missing or not readable, the
-reason is given.
+Nothing is read while steps run. For a counter that is missing or not readable, the reason is given.
 """
 
 import socket
@@ -15,7 +14,7 @@ import torch
 
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
-from ptdbench.measure import contention, gpu_state
+from ptdbench.measure import node_state
 from ptdbench.records.schema import Clocks, Energy, Hardware
 from ptdbench.training.loop import StepLoop
 
@@ -53,7 +52,7 @@ class Gpu:
         self._held_before: dict[str, int] = {}
         self._held: dict[str, float] = {}
         self._held_seconds = 0.0
-        self._nvml, self.reason = gpu_state.connect(nvml)
+        self._nvml, self.reason = node_state.connect_nvml(nvml)
         if self.reason is None:
             try:
                 self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -89,7 +88,7 @@ class Gpu:
     def clocks(self, rank: int) -> Clocks:
         """Return what held back the clocks of a rank's GPU, and its power limit."""
         shares = {words: min(1.0, self._held[words] / self._held_seconds) for words in sorted(self._held)}
-        limit = gpu_state.power_limit(self._nvml, self._handle) if self._nvml else None
+        limit = node_state.power_limit(self._nvml, self._handle) if self._nvml else None
         return Clocks(rank, held_back=shares or None, power_limit_watts=limit)
 
     def close(self) -> None:
@@ -113,7 +112,9 @@ class Gpu:
         if not self._nvml:
             return {}
         question = "nvmlDeviceGetViolationStatus"
-        statuses = {words: gpu_state.ask(self._nvml, question, self._handle, key) for key, words in _POLICIES.items()}
+        statuses = {
+            words: node_state.ask_nvml(self._nvml, question, self._handle, key) for key, words in _POLICIES.items()
+        }
         return {words: status.violationTime for words, status in statuses.items() if status is not None}
 
 
@@ -140,18 +141,17 @@ def energy(counted: Sequence[Counted], samples_per_step: int) -> Energy:
 class EnergyMeter:
     """Meters stretches of steps, from one interruption (evaluation, drain, checkpoint) to the next.
 
-    At both ends of a stretch the device is idle, as an interruption waits for it anyway, so counters cover whole steps;
-    only an asynchronous save may still be copying. The first stretch begins at the first interruption after
-    ``train.warmup_steps`` steps. Each rank reads its GPU and the time of its cores.
+    At both ends of a stretch the device is idle, as an interruption waits for it anyway, so counters cover whole steps.
+    The first stretch begins at the first interruption after ``train.warmup_steps`` steps.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
         self._job, self._loop = job, loop
         self._warmup = job.spec.config.train.warmup_steps
         has_gpu = job.device.type == "cuda" and not job.spec.virtual
-        self._gpu = Gpu(socket.gethostname(), gpu_state.identity(job.device)) if has_gpu else None
+        self._gpu = Gpu(socket.gethostname(), node_state.gpu_identity(job.device)) if has_gpu else None
         self._counter = self._gpu if self._gpu and self._gpu.reason is None else None
-        self._load = contention.Watch(job.device)
+        self._load = node_state.LoadWatch(job.device)
         self._began: tuple[int, float] | None = None
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from ptdbench.data.feed import Feed
 from ptdbench.grouping import grouped
 from ptdbench.kernels.loss_scaling import AgreedGradScaler
-from ptdbench.measure import clock, memory
+from ptdbench.measure import memory, timing
 from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.mesh import Mesh
@@ -47,11 +46,11 @@ class Update:
         self._rates = [group["lr"] for group in optimizer.param_groups]
         # On the device of the weights: with offloading that is the host, which would not wait for async copies.
         held = next((weight.device for group in optimizer.param_groups for weight in group["params"]), device)
-        self._scaler = scaler(held.type, enabled=scale)
+        self.scaler = scaler(held.type, enabled=scale)  #: Scales losses, if that is enabled.
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply a loss by the loss scale, for the backward pass."""
-        return self._scaler.scale(loss)
+        return self.scaler.scale(loss)
 
     def __call__(self, step: int) -> None:
         """Apply and clear the gradients of step ``step``, counted over the whole run."""
@@ -63,8 +62,8 @@ class Update:
         if self._options.clip_norm:
             self._clip(self._options.clip_norm)
         self.before_change()
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
 
     def forget(self) -> None:
@@ -72,18 +71,9 @@ class Update:
         self.learning_rates.clear()
         self.gradient_norms.clear()
 
-    def load_scaler(self, state: dict[str, Any]) -> None:
-        """Restore the state of loss scaling from a checkpoint."""
-        if state and self._scaler.is_enabled():
-            self._scaler.load_state_dict(state)
-
-    def scaler_state(self) -> dict[str, Any]:
-        """Return the state of loss scaling, for a checkpoint; empty without loss scaling."""
-        return self._scaler.state_dict()
-
     def _clip(self, most: float) -> None:
         """Clip by the global norm; local norms would change the direction."""
-        self._scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         norm = self._engine.gradient_norm()
         # torch scales weights of one mesh in one operation.
         alike = grouped((getattr(weight, "device_mesh", None), weight) for weight in self._engine.module.parameters())
@@ -116,7 +106,7 @@ class StepLoop:
         self.replica = mesh.dp.get_local_rank()  #: This rank's replica, which selects its share of the batch.
         self._memory = memory.in_use(device)
         self.first_step = 0  #: Number of steps before this loop, if resumed from a checkpoint.
-        self.clock = clock.for_device(device)  #: Times of the undrained steps.
+        self.clock = timing.clock_for(device)  #: Times of the undrained steps.
         #: This rank's share of each undrained step's loss, on the device; reading one synchronizes.
         self.losses: list[Tensor] = []
         self.memory_bytes: list[int] = []  #: Memory in use after each undrained step.

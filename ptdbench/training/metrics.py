@@ -13,8 +13,8 @@ from msgspec import to_builtins
 from ptdbench.grouping import grouped
 from ptdbench.job import Job, Results
 from ptdbench.launch.collect import gather
-from ptdbench.measure.ceiling import key_of, look_up
 from ptdbench.measure.hardware import environment
+from ptdbench.measure.products import ceiling_key, stored_ceiling
 from ptdbench.measure.results import Ceiling
 from ptdbench.measure.timing import summary, warmup_ends
 from ptdbench.parallel import precision
@@ -46,10 +46,8 @@ class Measurement:
 def metrics(measured: Measurement) -> Metrics:
     """Compute the figures of the steps after the warm-up; unknown ones are ``None``.
 
-    A step takes as long as its slowest rank. Throughput is the total of timed samples over the total of timed seconds,
-    not a mean of rates, which would favor runs with uneven steps. ``mfu`` is model FLOP/s per device over the device's
-    dense peak (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count. ``mfu_causal`` excludes the
-    FLOPs that causal attention masks.
+    Throughput is the total of timed samples over the total of timed seconds, not a mean of rates, which would favor
+    runs with uneven steps. docs/measurements.md defines the others.
     """
     last_start = measured.step_seconds[measured.warmup_steps :]
     timed = [*measured.earlier_seconds, *last_start]
@@ -95,7 +93,7 @@ def ceiling_of_run(job: Job) -> Ceiling | None:
     """Return what ``workload=matmul`` has measured in the run's arithmetic on exactly this device, if it has."""
     if job.device.type == "cuda" and device_name(job) != torch.cuda.get_device_name(job.device):
         return None  # the ranks have different GPUs
-    return look_up(key_of(environment(job.device.type), job.device, dtype_of(job)))
+    return stored_ceiling(ceiling_key(environment(job.device.type), job.device, dtype_of(job)))
 
 
 def figures(job: Job, path: Path, segments: Sequence[Segment], ceiling: Ceiling | None) -> Results:

@@ -1,15 +1,17 @@
-"""The profiling pass: a few extra steps under torch's profiler, after the timed steps, which have no labels.
+"""The steps after the timed ones: for phases and memory under torch's profiler, and for the account of virtual GPUs.
 
-These steps continue training, but their weights are not used.
+The timed steps have no labels. The extra ones continue training, but their weights are not used.
 """
 
 import math
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,19 @@ from ptdbench.files import lack_of_space
 from ptdbench.grouping import grouped
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
-from ptdbench.profiling import events, perfetto, schedule, trace
-from ptdbench.profiling.phases import PHASES, PhaseTimes, Traffic, partition
-from ptdbench.records.schema import Communication, Metrics, Phases
+from ptdbench.local_part import plain_tensors
+from ptdbench.measure import memory
+from ptdbench.profiling import allocations, events, perfetto, trace
+from ptdbench.profiling.allocations import Usage
+from ptdbench.profiling.events import kernels_by_kind
+from ptdbench.profiling.phases import KINDS, PHASES, PhaseTimes, Traffic, partition
+from ptdbench.records.record import merged_accounts
+from ptdbench.records.schema import Communication, Memory, Messages, Metrics, Phases, Virtual
+from ptdbench.terminal import echo
 from ptdbench.training import traces
 from ptdbench.training.loop import StepLoop
+from ptdbench.virtual import watch
+from ptdbench.virtual.watch import Log
 
 #: Maximum seconds for the steps of the pass; at least one step is run.
 MOST_SECONDS = 60.0
@@ -39,7 +49,7 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[s
     ``parts``: each pipeline stage's parts outside the repeated layers.
     """
     timed: float | None = gather(metrics and metrics.step_seconds and metrics.step_seconds.mean)[0]
-    steps = _count(job.spec.config.profile.steps, timed)
+    steps = max(1, int(min(job.spec.config.profile.steps, MOST_SECONDS / timed if timed else math.inf)))
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         recording = run(job, loop, steps)
         with job.watchdog.paused():
@@ -47,7 +57,9 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[s
             read = _read(recording, path, job.device.type)
             ahead = traces.clock_ahead(job.world.rank, job.device)
             if job.spec.config.profile.trace:  # even if no phases can be read from it
-                traces.keep(job, lambda to: perfetto.compress(path, to, traces.facts(job)), ahead)
+                # For Holistic Trace Analysis.
+                facts = {"backend": job.spec.backend, "rank": job.world.rank, "world_size": job.world.size}
+                traces.keep(job, lambda to: perfetto.compress(path, to, facts), ahead)
             if reason := reason_of_any(read):
                 return Phases(steps=0, reason=reason)
             assert isinstance(read, trace.Trace)
@@ -67,22 +79,17 @@ def reason_of_any(result: object) -> str | None:
     return next(filter(None, gather(result if isinstance(result, str) else None)), None)
 
 
-def _count(steps: int, timed: float | None) -> int:
-    """Return the number of steps to profile: as requested, within ``MOST_SECONDS``."""
-    return max(1, int(min(steps, MOST_SECONDS / timed if timed else math.inf)))
-
-
 def run(
-    job: Job, loop: StepLoop, steps: int, *, memory: bool = False, between: Callable[[], None] = lambda: None
+    job: Job, loop: StepLoop, steps: int, *, with_memory: bool = False, between: Callable[[], None] = lambda: None
 ) -> profile:
     """Run steps under the profiler, after a warm-up step, which virtual GPUs do not need.
 
-    The steps of the loop must be drained. ``memory``: record allocations too; ``between``: called in each step once the
-    gradients are complete.
+    The steps of the loop must be drained. ``with_memory``: record allocations too; ``between``: called in each step
+    once the gradients are complete.
     """
     first = loop.done
     counted = first + (job.spec.virtual is None)
-    with closing(loop.feed), profiled(job.device, memory) as recording:
+    with closing(loop.feed), profiled(job.device, with_memory) as recording:
         for number in range(first, counted + steps):
             with record_function("warm-up" if number < counted else f"{trace.STEP}{number}"):
                 step(loop, number, between)
@@ -174,6 +181,148 @@ def _bubble(job: Job) -> float | None:
     return strategy.pipeline_schedule.bubble(layout.dims.pipeline, strategy.stages_on_rank, layout.microbatches)
 
 
+#: The folder in a run's directory with a snapshot of each rank's GPU memory, with ``profile.trace``.
+MEMORY_FOLDER = "memory"
+
+#: Maximum number of allocations in a snapshot of a GPU's memory.
+_ENTRIES = 200_000
+
+
+def memory_by_purpose(job: Job, loop: StepLoop) -> Memory | None:
+    """Split the memory of a step by purpose, at the end of a run; called in all ranks. ``None`` except on rank 0."""
+    state: dict[int, tuple[str, int]] = {}
+    keeps = job.spec.config.profile.trace and job.device.type == "cuda"
+    with job.display.during("profiling memory"):
+        with _snapshot(job) if keeps else nullcontext():
+            recording = run(job, loop, 1, with_memory=True, between=partial(_note, state, loop, job.device.type))
+        with job.watchdog.paused():
+            usage = _usage(recording, state, job.device.type)
+            if reason := reason_of_any(usage):
+                return Memory(reason=reason)
+            assert not isinstance(usage, str)
+            of_ranks: list[Usage] = gather(max(usage, key=lambda moment: moment.total))
+    if not job.world.is_first:
+        return None
+    peaks = [of_ranks[rank] for rank in present_ranks(job)]
+    return Memory(
+        ranks={kind: [peak.bytes[kind] for peak in peaks] for kind in KINDS},
+        moments=[peak.moment for peak in peaks],
+    )
+
+
+def present_ranks(job: Job) -> list[int]:
+    """Return the ranks that run; on virtual GPUs others may be absent."""
+    return list(job.world.present or range(job.world.size))
+
+
+def _usage(recording: Any, state: dict[int, tuple[str, int]], device_type: str) -> list[Usage] | str:
+    """Return the memory of the step, or why it is unknown: a failure must not cost the phases too."""
+    try:
+        return allocations.usage(allocations.read(recording, device_type), state)
+    except Exception as error:  # torch's tree of events is not a public interface
+        return f"cannot read the profiler's allocations: {type(error).__name__}: {error}"
+
+
+def _note(state: dict[int, tuple[str, int]], loop: StepLoop, device_type: str) -> None:
+    """Note the kind and the bytes of each storage of the training state, by address."""
+    state.clear()
+    with record_function(allocations.INVENTORY):
+        for kind, tensors in _state(loop).items():
+            for storage in (plain.untyped_storage() for tensor in tensors for plain in plain_tensors(tensor)):
+                if storage.device.type == device_type:
+                    state.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
+
+
+def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
+    """Return the tensors that live across steps, and the gradients, by kind."""
+    weights = list(loop.engine.module.parameters())
+    copies = [copy for part in loop.engine.parts if part.copies for copy in part.copies.tensors]
+    return {
+        "weights": [*weights, *loop.engine.module.buffers(), *copies],
+        "gradients": [weight.grad for weight in weights],
+        "optimizer": [
+            value
+            for values in loop.update.optimizer.state.values()
+            for value in (values.values() if isinstance(values, Mapping) else ())
+        ],
+    }
+
+
+@contextmanager
+def _snapshot(job: Job) -> Iterator[None]:
+    """Write a snapshot of the GPU's memory after the block, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
+    try:
+        yield
+        folder = job.directory / MEMORY_FOLDER
+        with job.watchdog.paused():
+            try:
+                folder.mkdir(exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(folder / f"rank{job.world.rank}.pickle"))
+            except (OSError, RuntimeError) as error:  # torch symbolizes stacks, which may fail
+                echo(f"warning: cannot write the memory snapshot: {error}", sys.stderr)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def virtual_account(job: Job, loop: StepLoop) -> Virtual | None:
+    """Run a step to time the host and count its work, unless ``profile.steps=0``; ``None`` except on rank 0.
+
+    Called in all present ranks, when the steps of the loop are drained.
+    """
+    of_ranks: list[Virtual] = gather(_of_rank(job, loop))
+    return merged_accounts([of_ranks[rank] for rank in present_ranks(job)]) if job.world.is_first else None
+
+
+def _of_rank(job: Job, loop: StepLoop) -> Virtual:
+    machine = job.spec.virtual
+    assert machine
+    account = Virtual(
+        device=machine.gpu_name,
+        ranks=[job.world.rank],
+        allocated_bytes=[memory.peak_bytes(job.device)],  # of the steps before
+        reserved_bytes=[memory.peak_reserved_bytes(job.device)],
+        context_bytes=machine.gpu.context,
+        communicators=[len(watch.communicating())],
+    )
+    for _ in range(loop.done, loop.engine.rehearsals + 1):  # DDP rebuilds its buckets in the pass after these
+        step(loop, loop.done)
+    _write_log(job, loop)
+    if not job.spec.config.profile.steps:
+        account.reason = "profile.steps=0"
+        return account
+    with job.display.during("profiling"):
+        seconds, counts = _counted_step(job, loop)
+    account.host_seconds = [seconds]
+    account.kernels = {kind: [count] for kind, count in kernels_by_kind(counts["kernels"]).most_common()}
+    account.messages = {name: Messages(calls, counts["bytes"][name]) for name, calls in counts["calls"].items()}
+    return account
+
+
+def _write_log(job: Job, loop: StepLoop) -> None:
+    log = Log()
+    if not log:
+        return
+    with job.display.during("profiling"), closing(loop.feed):
+        log.begin()
+        step(loop, loop.done)
+        log.mark()
+        log.end()
+    watch.settle()
+    memory.trim()
+
+
+def _counted_step(job: Job, loop: StepLoop) -> tuple[float, watch.Account]:
+    """Run a step; return the seconds of the host, and what it had the device do."""
+    torch.cuda.synchronize(job.device)
+    before, started = watch.read_account(), time.perf_counter()
+    step(loop, loop.done)
+    seconds = time.perf_counter() - started
+    torch.cuda.synchronize(job.device)
+    watch.settle()
+    return seconds, watch.since(before, watch.read_account())
+
+
 #: A log level above errors, which include the absence of a GPU.
 _SILENT = "99"
 
@@ -182,14 +331,14 @@ _SETTLING = 0.05
 
 
 @contextmanager
-def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
-    """Profile this rank inside the block, with ``memory`` also allocations; the profile can be written after it.
+def profiled(device: torch.device, with_memory: bool = False) -> Iterator[profile]:
+    """Profile this rank inside the block, ``with_memory`` with allocations too; the profile can be written after it.
 
     ``torch.profiler.profile`` would import the compiler, which takes a second and a half.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     on_gpu = "cuda" if device.type == "cuda" else None
-    watching = profile(use_device=on_gpu, record_shapes=True, use_kineto=True, profile_memory=memory)
+    watching = profile(use_device=on_gpu, record_shapes=True, use_kineto=True, profile_memory=with_memory)
     with ExitStack() as labels:
         for owner, method, label in _LABELLED:
             labels.enter_context(labelled(owner, method, label))
@@ -214,7 +363,7 @@ _LABELLED: tuple[tuple[type, str, Callable[..., str]], ...] = (
 
 def _chunk(stage: PipelineStage, kind: str, microbatch: int) -> str:
     """Return the label of a pass of a micro-batch, in torch's notation of schedules."""
-    return f"{schedule.CHUNK}{stage.stage_index}{kind}{microbatch}"
+    return f"{perfetto.CHUNK}{stage.stage_index}{kind}{microbatch}"
 
 
 @contextmanager

@@ -126,11 +126,6 @@ def stages(job: Job) -> list[list[int]] | None:
     ]
 
 
-def facts(job: Job) -> dict[str, object]:
-    """Return the metadata of this rank for Holistic Trace Analysis."""
-    return {"backend": job.spec.backend, "rank": job.world.rank, "world_size": job.world.size}
-
-
 #: A call without its time: operation, bytes, and index among calls that share these.
 _Key = tuple[str, int, int]
 

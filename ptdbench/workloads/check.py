@@ -6,21 +6,24 @@ machine anything may be slow once. If other load may be the cause, the verdict i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from ptdbench.grouping import grouped
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.collect import gather
-from ptdbench.measure import ceiling, contention, diagnosis, gpu_state, results
-from ptdbench.measure.gpu_state import Gpu, Gpus
+from ptdbench.measure import node_state, results
 from ptdbench.measure.hardware import environment
-from ptdbench.measure.products import ProductShape
-from ptdbench.measure.results import P2P, Finding, Matmul, OtherLoad, Pair
+from ptdbench.measure.node_state import THROTTLES, Gpu, Gpus
+from ptdbench.measure.products import ProductShape, time_products
+from ptdbench.measure.results import P2P, Finding, Matmul, OtherLoad, Pair, Verdict
 from ptdbench.measure.timing import median_of
 from ptdbench.problems import Problem, at_least, require
+from ptdbench.terminal import rank_names
 from ptdbench.workloads import collectives, hello, point_to_point
 from ptdbench.workloads.collectives import Collectives
 from ptdbench.workloads.point_to_point import PointToPoint
@@ -40,6 +43,8 @@ _MESSAGE_BYTES = 2**24
 #: With more ranks, each sends only to the next one: the number of pairs grows quadratically.
 _MOST_RANKS_IN_PAIRS = 8
 
+#: Keys of :func:`ptdbench.measure.hardware.environment` that must be the same on all ranks.
+_VERSIONS = ("ptdbench", "python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver", "git_commit")
 
 _FEW_COLLECTIVES = Collectives(
     ops=["all_reduce", "all_gather", "broadcast"], min_bytes=2**10, max_bytes=2**20, factor=2**10
@@ -96,15 +101,14 @@ class Check:
         together = collectives.measure(job, _FEW_COLLECTIVES) if job.world.size > 1 else None
         warm: list[_Facts] = gather(_Facts.of(job))  # now under heat and load
         findings = [
-            *diagnosis.different_versions([of_rank.environment for of_rank in facts]),
+            *different_versions([of_rank.environment for of_rank in facts]),
             *_gpu_findings(job, facts, warm),
-            *diagnosis.slow_ranks(products.slow, products.attempts, _loaded(facts, products.load)),
-            *diagnosis.slow_links(links.slow, links.attempts, _loaded(facts, links.load)),
+            *slow_ranks(products.slow, products.attempts, _loaded(facts, products.load)),
+            *slow_links(links.slow, links.attempts, _loaded(facts, links.load)),
         ]
-        verdict = diagnosis.verdict(findings)
+        verdict = verdict_on(findings)
         load = [  # the heavier load of each node
-            max(of_node, key=lambda load: (len(load.gpu_ranks), load.taken or 0))
-            for of_node in zip(products.load, links.load, strict=True)
+            max(of_node, key=attrgetter("weight")) for of_node in zip(products.load, links.load, strict=True)
         ]
         return results.Check(
             sound=verdict == "sound",
@@ -116,7 +120,7 @@ class Check:
             attempts={"matmul": products.attempts, "p2p": links.attempts},
             other_load={"matmul": products.load, "p2p": links.load},
             hello=ranks,
-            versions={name: facts[0].environment.get(name) for name in diagnosis.VERSIONS},
+            versions={name: facts[0].environment.get(name) for name in _VERSIONS},
             gpus=[of_rank.gpu for of_rank in warm],
             links={
                 of_rank.node: {"gpus": [gpu.uuid for gpu in of_rank.seen.gpus], "matrix": of_rank.seen.links}
@@ -131,7 +135,7 @@ class Check:
     def products(self, job: Job) -> Matmul:
         """Measure the devices briefly."""
         shapes, alive = [_SHAPES[job.device.type]], job.watchdog.alive
-        return ceiling.measure(job.world, job.device, shapes, _DTYPES, _SECONDS, alive)
+        return time_products(job.world, job.device, shapes, _DTYPES, _SECONDS, alive)
 
     def messages(self, job: Job) -> P2P | None:
         """Measure the links briefly; ``None`` for a single rank."""
@@ -143,13 +147,13 @@ class Check:
 
     def _until_sound(self, job: Job, measure: Callable[[], R], rates_of: Callable[[R], Rates[T]]) -> _Measured[R, T]:
         """Measure until nothing looks slow or attempts run out."""
-        watch = contention.Watch(job.device)
+        watch = node_state.LoadWatch(job.device)
         first = latest = measure()
         seen = []
         while True:
             rates, peers = rates_of(latest)
             seen.append(rates)
-            slow = diagnosis.slow(diagnosis.best_of(seen), peers, self.tolerance)
+            slow = slow_rates(best_rates(seen), peers, self.tolerance)
             if not slow or len(seen) == self.attempts:
                 return _Measured(first, slow, len(seen), watch.stop())
             latest = measure()
@@ -184,8 +188,8 @@ class _Facts:
         node, installed = job.peers[job.world.rank].node, environment(job.device.type)
         if job.device.type != "cuda":
             return cls(node, installed)
-        seen = gpu_state.inspect()
-        return cls(node, installed, seen, seen.get(gpu_state.identity(job.device)))
+        seen = node_state.inspect_gpus()
+        return cls(node, installed, seen, seen.get(node_state.gpu_identity(job.device)))
 
 
 def _product_rates(job: Job, matmul: Matmul) -> Rates[tuple[str, int]]:
@@ -214,6 +218,58 @@ def _link_rates(facts: Sequence[_Facts], p2p: P2P | None) -> Rates[tuple[int, in
     return rates, {(source, target): kind(facts[source], facts[target]) for source, target in rates}
 
 
+def slow_rates(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float) -> dict[T, float]:
+    """Return the rates more than ``tolerance``, a fraction, below the median of their peers, as fractions of it.
+
+    Peers have equal values in ``peers``. The median excludes the rate itself, as neither of two different rates is far
+    from the median of both; the lower of two middle values is used, so that a single fast peer does not make the others
+    slow.
+    """
+    shares = {}
+    for name, rate in rates.items():
+        others = [rates[other] for other in rates if other != name and peers[other] == peers[name]]
+        if others and rate < (1 - tolerance) * (usual := statistics.median_low(others)):
+            shares[name] = rate / usual
+    return shares
+
+
+def best_rates(attempts: Sequence[Mapping[T, float]]) -> dict[T, float]:
+    """Return the highest rate of each, as interference only makes a device slower."""
+    return {name: max(rates[name] for rates in attempts if name in rates) for rates in attempts for name in rates}
+
+
+def slow_ranks(shares: Mapping[tuple[str, int], float], attempts: int, loaded: Collection[int]) -> Iterator[Finding]:
+    """Yield findings for slow ranks by dtype and rank, with their fraction of the peers' median.
+
+    ``loaded``: the ranks slowed down by other processes.
+    """
+    for (dtype, rank), share in shares.items():
+        text = f"rank {rank} reaches {_share(share)} of its peers' median in {dtype} products"
+        yield Finding("slow rank", [rank], f"{text}, best of {attempts}", beside_load=rank in loaded)
+
+
+def slow_links(shares: Mapping[tuple[int, int], float], attempts: int, loaded: Collection[int]) -> Iterator[Finding]:
+    """Yield findings for slow links; arguments as for :func:`slow_ranks`."""
+    for (source, target), share in shares.items():
+        text = f"rank {source} sends to rank {target} at {_share(share)} of the median of similar links"
+        beside_load = not {source, target}.isdisjoint(loaded)
+        yield Finding("slow link", [source, target], f"{text}, best of {attempts}", beside_load)
+
+
+def _share(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+
+
+def different_versions(environments: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Yield a finding, with all values, for each property that differs between ranks."""
+    for name in _VERSIONS:
+        having = grouped((str(environment.get(name)), rank) for rank, environment in enumerate(environments))
+        if len(having) > 1:
+            values = ", ".join(f"{value} on {rank_names(ranks)}" for value, ranks in having.items())
+            rarest = min(having.values(), key=len)
+            yield Finding("versions", rarest, f"{name} differs: {values}")
+
+
 def _gpu_findings(job: Job, before: Sequence[_Facts], after: Sequence[_Facts]) -> list[Finding]:
     """Return the problems of the GPUs when idle and after load, each once."""
     findings: dict[tuple[str, int], Finding] = {}
@@ -221,9 +277,35 @@ def _gpu_findings(job: Job, before: Sequence[_Facts], after: Sequence[_Facts]) -
         uuids = [of_rank.gpu and of_rank.gpu.uuid for of_rank in facts]
         for rank, of_rank in enumerate(facts):
             if gpu := of_rank.gpu:
-                for finding in diagnosis.gpu_troubles(rank, gpu, uuids.count(gpu.uuid), job.peers[rank].cores):
+                for finding in gpu_troubles(rank, gpu, uuids.count(gpu.uuid), job.peers[rank].cores):
                     findings.setdefault((finding.kind, rank), finding)
     return list(findings.values())
+
+
+def gpu_troubles(rank: int, gpu: Gpu, users: int, cores: Sequence[int]) -> Iterator[Finding]:
+    """Yield findings for one rank's GPU; ``users``: ranks that use it; ``cores``: that this rank may run on."""
+    throttled = sorted(THROTTLES & set(gpu.clock_reasons or ()))
+    if throttled:
+        text = f"the GPU of rank {rank} is throttled: {', '.join(throttled)}, at {gpu.temperature_celsius} °C"
+        yield Finding("throttled", [rank], text)
+    others = (gpu.processes or 0) - users
+    if others > 0:
+        text = f"the GPU of rank {rank} is used by {others} other process{'es' * (others != 1)}"
+        yield Finding("busy", [rank], text, beside_load=True)
+    limit, default = gpu.power_limit_watts, gpu.power_limit_default_watts
+    if limit and default and limit < default:
+        text = f"the GPU of rank {rank} is limited to {limit:.0f} W, below the default {default:.0f} W"
+        yield Finding("power limit", [rank], text)
+    if gpu.near_cores and not set(gpu.near_cores) & set(cores):
+        text = f"rank {rank} cannot run on any core near its GPU"
+        yield Finding("far cores", [rank], text)
+
+
+def verdict_on(findings: Sequence[Finding]) -> Verdict:
+    """Return ``sound`` without findings, ``busy`` if other load may have caused all of them, else ``unsound``."""
+    if not findings:
+        return "sound"
+    return "busy" if all(finding.beside_load for finding in findings) else "unsound"
 
 
 def _loaded(facts: Sequence[_Facts], load: Sequence[OtherLoad]) -> set[int]:

@@ -152,7 +152,6 @@ def _group_problems(
 def _measure_series(
     job: Job, options: Collectives, series: Series, member: GroupRank | None, ranks: int
 ) -> list[CollectiveResult]:
-    """Measure one operation by size."""
     operation, dtype = OPERATIONS[series.op], DTYPES[series.dtype or "fp32"]
     place = member and replace(member, dtype=dtype)
     item = dtype.itemsize

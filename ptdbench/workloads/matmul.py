@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptdbench.job import Job, Outcome
-from ptdbench.measure import ceiling
+from ptdbench.measure import products
 from ptdbench.measure.products import DTYPES, ProductShape
 from ptdbench.problems import Problem, require, try_these
 
@@ -51,13 +51,13 @@ class Matmul:
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part; ceilings are cached unless earlier ones are higher."""
         shapes, dtypes = self._chosen(job.device.type)
-        rates = ceiling.measure(job.world, job.device, shapes, dtypes, self.seconds, job.watchdog.alive)
-        rates.kept = ceiling.keep_ceilings(job.world, rates.ceilings)
+        rates = products.time_products(job.world, job.device, shapes, dtypes, self.seconds, job.watchdog.alive)
+        rates.kept = products.keep_ceilings(job.world, rates.ceilings)
         return Outcome(matmul=rates)
 
     def _chosen(self, device_type: str) -> tuple[list[ProductShape], list[str]]:
-        shapes = ceiling.AUTO_SHAPES[device_type] if self.shapes == "auto" else _listed(self.shapes)
-        dtypes = ceiling.AUTO_DTYPES[device_type] if self.dtypes == "auto" else _listed(self.dtypes)
+        shapes = products.AUTO_SHAPES[device_type] if self.shapes == "auto" else _listed(self.shapes)
+        dtypes = products.AUTO_DTYPES[device_type] if self.dtypes == "auto" else _listed(self.dtypes)
         return [ProductShape.of(shape) for shape in shapes], list(dtypes)
 
 

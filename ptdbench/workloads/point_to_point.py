@@ -1,8 +1,7 @@
 """The workload ``p2p``: latency and bandwidth from every rank to every other, one pair at a time.
 
 ``a`` sends the message, and ``b`` answers with :data:`ANSWER` bytes on receipt: a round trip. Each times it by its own
-clock, and the slower time counts. The latency is half the round trip of a message of that size, and the one-way time of
-a message is its round trip minus the latency.
+clock, and the slower time counts.
 """
 
 from collections.abc import Iterator

@@ -26,7 +26,7 @@ from ptdbench.records.ownership import ProgressFile
 from ptdbench.records.schema import Metrics, Remarks
 from ptdbench.records.store import Damaged
 from ptdbench.setup.training_spec import prepare_data
-from ptdbench.training import memory_split, metrics, profile, virtual_account
+from ptdbench.training import metrics, profile
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy import EnergyMeter
 from ptdbench.training.evaluation import Evaluator
@@ -171,7 +171,7 @@ def _explain(job: Job, loop: StepLoop, outcome: Outcome, parts: list[list[str]] 
     """
     machine = job.spec.virtual
     if machine:
-        outcome.virtual = virtual_account.account(job, loop)
+        outcome.virtual = profile.virtual_account(job, loop)
     if job.spec.config.profile.steps:
         outcome.profiles = not machine  # whose times mean nothing
         _conclude(job, outcome)
@@ -179,7 +179,7 @@ def _explain(job: Job, loop: StepLoop, outcome: Outcome, parts: list[list[str]] 
             outcome.phases = profile.phases(job, loop, outcome.metrics, parts)
             outcome.profiles = False
             _conclude(job, outcome)
-        outcome.memory = memory_split.split(job, loop)
+        outcome.memory = profile.memory_by_purpose(job, loop)
 
 
 def _conclude(job: Job, outcome: Outcome) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import ranks_truth
 from benchmarks.ranks_truth import DRIFT, ERROR, ERRORS, LAYOUTS, MEMORY, sweep
-from ptdbench.comparison import variation
+from ptdbench.comparison import significance
 
 RANDOM = np.random.default_rng
 
@@ -24,11 +24,11 @@ def test_errors_have_the_deviation_that_is_said(name):
 
 def test_made_runs_differ_by_layout_and_drift():
     samples = sweep(RANDOM(1), LAYOUTS, 400, none)
-    found = variation.noise(samples)
+    found = significance.noise(samples)
     assert found.unpaired.deviation == pytest.approx(DRIFT, rel=0.2)
     # neighbours of a block are a run apart, or two
     assert found.paired.deviation == pytest.approx(DRIFT * math.sqrt(1 - math.exp(-4 / 3 / MEMORY)), rel=0.1)
-    means = [variation.geometric_mean(sample) for sample in samples]
+    means = [significance.geometric_mean(sample) for sample in samples]
     assert [mean / means[0] for mean in means] == pytest.approx(LAYOUTS, rel=0.01)
 
 

@@ -1,4 +1,4 @@
-"""What differences show: by hand, against SciPy, and how often they are wrong on made runs."""
+"""Variation between runs, and the significance of differences."""
 
 import math
 
@@ -7,9 +7,172 @@ import pytest
 from scipy import stats
 
 from ptdbench.comparison import significance
-from ptdbench.comparison.significance import LEVEL, p_values
-from ptdbench.comparison.variation import MIN_RUNS, Difference, Pool, Sample
-from tests.comparison.test_variation import LAYOUTS, RANDOM, between, logs, sample
+from ptdbench.comparison.significance import (
+    LEVEL,
+    MIN_RUNS,
+    PRIOR_FREEDOM,
+    Difference,
+    Noise,
+    Pool,
+    Sample,
+    Spread,
+    p_values,
+)
+
+RANDOM = np.random.default_rng
+
+#: The runs of an issue: three layouts of which the first is clearly the fastest in every block.
+LAYOUTS = [dict(enumerate(rates)) for rates in ((164.0, 168.0, 148.0), (120.0, 105.0, 124.0), (103.0, 110.0, 112.0))]
+
+
+def sample(random: np.random.Generator, runs: int, deviation: float = 0.03, mean: float = 0.0, own: str = "") -> Sample:
+    """Made runs of a configuration, by blocks; with ``own`` they are of no block that others have."""
+    rates = np.exp(random.normal(mean, deviation, runs)).tolist()
+    return {f"{own}{block}" if own else block: rate for block, rate in enumerate(rates)}
+
+
+def logs(one: Sample) -> list[float]:
+    return [math.log(value) for value in one.values()]
+
+
+def between(one: Sample, other: Sample, *more: Sample):
+    return Pool([one, other, *more]).difference(one, other)
+
+
+def squares_about_means(table: np.ndarray) -> float:
+    """The residual sum of squares of a two-way layout, by its textbook formula."""
+    return float(((table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()) ** 2).sum())
+
+
+@pytest.mark.parametrize("runs", [3, 5, 20])
+def test_two_of_the_same_blocks_are_compared_by_the_paired_t_test(runs):
+    random = RANDOM(runs)
+    one, other = sample(random, runs, mean=0.05), sample(random, runs)
+    difference = between(one, other)
+    theirs = stats.ttest_rel(logs(one), logs(other))
+    assert (difference.runs, difference.is_paired) == (runs, True)
+    assert difference.mean == pytest.approx(np.mean(logs(one)) - np.mean(logs(other)))
+    assert (difference.mean / difference.error, difference.freedom) == pytest.approx((theirs.statistic, theirs.df))
+
+
+@pytest.mark.parametrize(("runs", "others"), [(4, 5), (5, 5), (12, 3)])
+def test_two_without_common_blocks_are_compared_by_welchs(runs, others):
+    random = RANDOM(runs)
+    one, other = sample(random, runs, 0.01, 0.02), sample(random, others, 0.05, own="other")
+    difference = between(one, other)
+    theirs = stats.ttest_ind(logs(one), logs(other), equal_var=False)
+    assert (difference.runs, difference.is_paired) == (min(runs, others), False)
+    assert (difference.mean / difference.error, difference.freedom) == pytest.approx((theirs.statistic, theirs.df))
+
+
+@pytest.mark.parametrize(("runs", "most"), [(2, 1), (3, 4)])
+def test_few_runs_that_are_alike_do_not_borrow_the_freedom_of_many(runs, most):
+    one, other = sample(RANDOM(1), runs, 1e-5), sample(RANDOM(2), 20, 0.05, own="other")
+    difference = between(one, other)
+    assert difference.error == pytest.approx(stats.sem(logs(other)), rel=1e-3)
+    assert difference.freedom == most
+
+
+def test_blocks_that_one_lacks_do_not_count_and_with_hardly_any_the_means_do():
+    random = RANDOM(0)
+    one, other = dict(sample(random, 6)), dict(sample(random, 6))
+    known = between({block: one[block] for block in range(1, 5)}, other)
+    one[0] = 100.0
+    del one[5], other[0]
+    assert between(one, other) == pytest.approx(known)
+    # Of five blocks, because others failed: two in common are few, but enough where they are all.
+    random = RANDOM(7)
+    rates = sample(random, 8)
+    one, other = {block: rates[block] for block in range(5)}, {block: rates[block] for block in range(3, 8)}
+    common = {block: other[block] for block in (3, 4)}
+    assert not between(one, other).is_paired
+    assert not between(one, common).is_paired
+    assert between({block: one[block] for block in common}, common).is_paired
+
+
+def test_the_noise_within_blocks_is_the_residual_of_the_two_way_layout():
+    table = RANDOM(1).normal(0, 0.1, (4, 5)) + np.linspace(0, 1, 5)
+    estimate = significance.noise([dict(enumerate(np.exp(row).tolist())) for row in table])
+    assert estimate.paired == Spread(pytest.approx(squares_about_means(table)), 12)
+    assert estimate.unpaired == Spread(pytest.approx(((table - table.mean(1, keepdims=True)) ** 2).sum()), 16)
+
+
+def test_where_runs_are_missing_the_residual_is_that_of_least_squares():
+    table = RANDOM(2).normal(0, 0.1, (4, 5))
+    missing = {(0, 1), (2, 4), (3, 0), (3, 1)}
+    cells = [cell for cell in np.ndindex(4, 5) if cell not in missing]
+    design = np.zeros((len(cells), 9))
+    for row, (configuration, block) in enumerate(cells):
+        design[row, [configuration, 4 + block]] = 1
+    values = np.array([table[cell] for cell in cells])
+    fitted = design @ np.linalg.lstsq(design, values, rcond=None)[0]
+    samples = [{b: math.exp(table[c, b]) for b in range(5) if (c, b) not in missing} for c in range(4)]
+    estimate = significance.noise(samples).paired
+    assert estimate == Spread(pytest.approx(((values - fitted) ** 2).sum()), len(cells) - np.linalg.matrix_rank(design))
+
+
+def test_sweeps_without_a_common_block_have_the_residuals_of_each():
+    sweeps = [[sample(RANDOM(seed), 4, own=f"{sweep}") for seed in (sweep, sweep + 9)] for sweep in range(3)]
+    apart = [significance.noise(sweep).paired for sweep in sweeps]
+    assert [one.freedom for one in apart] == [3, 3, 3]
+    together = significance.noise([one for sweep in sweeps for one in sweep]).paired
+    assert together == Spread(pytest.approx(sum(one.squares for one in apart)), 9)
+    assert significance.noise([one for one, _ in sweeps]).paired == Spread()  # no block has two runs
+    assert significance.noise([sample(RANDOM(3), 1), {}]) == Noise()
+
+
+def test_others_of_the_sweep_are_a_prior_of_the_pair():
+    """By hand: the variance of the pair, and of what is left of the layout's residual, by degrees of freedom."""
+    table = np.log([[*one.values()] for one in LAYOUTS])
+    of_pair = squares_about_means(table[:2])
+    share = 1 / 2  # of two degrees of freedom that the third adds: 1 / (1 / (2 * 2) + 3 / (2 * 2))
+    squares, freedom = of_pair + share * (squares_about_means(table) - of_pair), 2 + share * 2
+    difference = between(*LAYOUTS)
+    assert difference.error == pytest.approx(math.sqrt(squares / freedom * 2 / 3))
+    assert difference.freedom == pytest.approx(freedom)
+
+
+def test_others_and_a_prior_are_worth_no_more_than_their_limit():
+    """Three runs that are alike by chance must not look like those of a quiet configuration."""
+    random = RANDOM(2)
+    one, other, *others = (sample(random, 3, own=own) for own in [""] * 40)
+    freedoms = between(one, other, *others).freedom, Pool([one, *others]).mean_error(one)[1]
+    assert all(2 + 3 < freedom < 2 + 2 * 2 for freedom in freedoms)
+    for freedom in (1, 8, 1e9):
+        beside = Spread(0.04 * freedom, freedom).as_prior(Spread(0.1, 2))
+        assert beside.deviation == pytest.approx(0.2)
+        assert beside.freedom == pytest.approx(
+            min(1 / (1 / freedom + 1 / PRIOR_FREEDOM), 1 / (1 / (2 * 2) + 3 / (2 * freedom)))
+        )
+    assert Spread().as_prior(Spread(0.1, 2)) == Spread()
+
+
+def test_single_runs_say_nothing():
+    random = RANDOM(0)
+    pairs = [
+        (sample(random, 1), sample(random, 50, own="other")),
+        (sample(random, 1), sample(random, 1, own="other")),
+        ({}, sample(random, 5)),
+    ]
+    assert [between(*pair) for pair in pairs] == [None] * 3
+
+
+def test_the_error_of_a_mean_takes_in_all_runs_of_the_sweep():
+    own = logs(LAYOUTS[0])
+    error, freedom = Pool(LAYOUTS[:1]).mean_error(LAYOUTS[0])
+    assert (error, freedom) == pytest.approx((stats.sem(own), 2))
+    error, more = Pool(LAYOUTS).mean_error(LAYOUTS[0])
+    share = 2 / 5  # of four degrees of freedom: 1 / (1 / (2 * 2) + 3 / (2 * 4))
+    squares = [float(np.var(logs(one), ddof=1)) * 2 for one in LAYOUTS]
+    assert more == pytest.approx(2 + share * 4)
+    assert error == pytest.approx(math.sqrt((squares[0] + share * sum(squares[1:])) / more / 3))
+    assert Pool(LAYOUTS).mean_error({0: 1.0, 1: 2.0}) is None
+
+
+def test_the_geometric_mean_of_one_run_is_that_run():
+    assert significance.geometric_mean({0: 0.1 + 0.2}) == 0.1 + 0.2
+    assert significance.geometric_mean({0: 2.0, 1: 8.0}) == pytest.approx(4.0)
+    assert significance.geometric_mean({}) is None
 
 
 def ranks(samples: list[Sample]) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from ptdbench.measure import gpu_state, hardware
+from ptdbench.measure import hardware, node_state
 from ptdbench.measure.hardware import environment
 
 NVIDIA = "/proc/driver/nvidia/version"
@@ -41,14 +41,14 @@ def test_rocm_build_calls_nothing_of_nvidia(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "AMD Instinct MI300X")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: pytest.fail("there is no NCCL"))
-    monkeypatch.setattr(gpu_state.importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
+    monkeypatch.setattr(node_state.importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
     facts = environment("cuda")
     assert (facts["cuda"], facts["rocm"], facts["nccl"]) == (None, "6.4.1", None)
     assert facts["devices"] == ["AMD Instinct MI300X"]
-    assert gpu_state.inspect().reason == "NVML supports only NVIDIA GPUs, not AMD's"
+    assert node_state.inspect_gpus().reason == "NVML supports only NVIDIA GPUs, not AMD's"
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
-    assert gpu_state.identity(torch.device("cuda", 0)) == "PCI-0:c1:0"
+    assert node_state.gpu_identity(torch.device("cuda", 0)) == "PCI-0:c1:0"
 
 
 @pytest.mark.parametrize(("path", "text", "version"), [

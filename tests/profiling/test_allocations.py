@@ -93,7 +93,7 @@ class Doubled(torch.autograd.Function):
 def test_real_allocations_have_their_part_of_the_step():
     weight = torch.ones(100, requires_grad=True)
     known = {}
-    with profiled(torch.device("cpu"), memory=True) as taken:
+    with profiled(torch.device("cpu"), with_memory=True) as taken:
         for name in ("warm-up", trace.STEP):
             with record_function(name):
                 with record_function(trace.DATA):

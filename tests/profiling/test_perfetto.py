@@ -1,10 +1,13 @@
+"""The trace of all ranks, and the schedules of pipelines in it."""
+
 import gzip
 import json
 
 import pytest
 
 from ptdbench.profiling import perfetto, trace
-from tests.profiling.made_trace import EPOCH, event, step, write
+from ptdbench.profiling.perfetto import lines_of_ranks, read_passes
+from tests.profiling.made_trace import EPOCH, event, label, step, write
 
 
 def merged(tmp_path, *of_ranks, ahead=0.0, later=0):
@@ -49,3 +52,37 @@ def test_events_without_process_are_dropped_and_one_rank_is_readable(tmp_path):
     assert written["distributedInfo"] == {"rank": 0}
     (tmp_path / "again.json").write_text(json.dumps(written))
     assert len(trace.read(tmp_path / "again.json").steps) == 1
+
+
+def chunk(word, start, end):
+    return label(f"{perfetto.CHUNK}{word}", start, end)
+
+
+def test_passes_of_ranks_are_on_one_clock_and_of_the_step_of_median_length(tmp_path):
+    rank0 = [*step(0, 1, 2, 9), chunk("0F0", 1, 2), *step(10, 11, 17, 18), chunk("0F0", 11, 13), chunk("0B0", 15, 17)]
+    rank0 += [*step(20, 21, 22, 23), chunk("0F0", 21, 22)]  # of 9, 8 and 3 ms
+    rank1 = [*step(11, 12, 17, 18), chunk("1F0", 15, 16), event("aten::mm", 15, 16), chunk("1B0", 16, 17)]
+    merged(tmp_path, rank0, rank1, ahead=2e-3)
+    passes = read_passes(tmp_path / perfetto.NAME)
+    assert [(chunk.rank, chunk.stage, chunk.kind, chunk.microbatch) for chunk in passes] == [
+        (0, 0, "F", 0), (1, 1, "F", 0), (1, 1, "B", 0), (0, 0, "B", 0),
+    ]  # fmt: skip
+    assert [round(1e3 * chunk.start, 3) for chunk in passes] == [0, 2, 3, 4]
+    assert [*lines_of_ranks(passes)] == ["rank 0: F0 B0, idle 33 %", "rank 1: F0 B0, idle 67 %"]  # 4 and 2 of 6 ms
+
+
+def test_a_gpu_has_its_own_times_and_a_rank_with_several_stages_names_them(tmp_path):
+    on_gpu = [event(f"{perfetto.CHUNK}{word}", *times, "gpu_user_annotation", thread) for word, times, thread in (
+        ("0F0", (2, 4), 7), ("2F0", (4, 6), 7), ("0F0", (2, 3), 20),  # the last in the stream of messages
+    )]  # fmt: skip
+    merged(tmp_path, [*step(0, 1, 8, 9), chunk("0F0", 1, 1.1), chunk("2F0", 1.1, 1.2), *on_gpu])
+    passes = read_passes(tmp_path / perfetto.NAME)
+    assert [round(1e3 * chunk.seconds, 3) for chunk in passes] == [2, 2]
+    assert [*lines_of_ranks(passes)] == ["rank 0: 0F0 2F0, idle 0 %"]
+
+
+def test_a_trace_without_a_pipeline_or_damaged_has_none(tmp_path):
+    merged(tmp_path, step(0, 1, 2, 3))
+    assert read_passes(tmp_path / perfetto.NAME) == [*lines_of_ranks([])] == []
+    (tmp_path / perfetto.NAME).write_bytes(b"\x1f\x8b cut")
+    assert read_passes(tmp_path / perfetto.NAME) == []

@@ -49,7 +49,7 @@ def test_a_reason_of_several_runs_is_told_once():
     runs = [run("ddp"), *(failed(parallel, "no held-out part") for parallel in ("pdp", "fsdp", "hsdp"))]
     last = failed("single", "another")
     assert render([*runs, last]).splitlines()[-2:] == [
-        "pdp and 2 others: failed on rank 1: RuntimeError: no held-out part",
+        "pdp, fsdp and hsdp: failed on rank 1: RuntimeError: no held-out part",
         "single: failed on rank 1: RuntimeError: another",
     ]
 
@@ -317,7 +317,7 @@ def test_other_load_is_told_once_for_all_rows():
     loads = [beside(0.5), {}, beside(0.2), beside(0.7), {}, {}]
     runs = [one | fields for one, fields in zip([*ddp, *fsdp], loads, strict=True)]
     said = [line for line in render(runs, 300).splitlines() if "processes" in line]
-    assert said == ["other processes took 0.7 of 2 cores, at most, during ddp (2 of 3 runs), fsdp (1 of 3 runs)"]
+    assert said == ["other processes took 0.7 of 2 cores, at most, during ddp (2 of 3 runs) and fsdp (1 of 3 runs)"]
 
 
 def test_runs_not_measured_in_turns_are_named():
@@ -326,7 +326,7 @@ def test_runs_not_measured_in_turns_are_named():
     for one, hours in ((ddp, (1, 4, 5)), (fsdp, (2, 3, 6)), (pdp, (20, 21, 22))):
         for record, hour in zip(one, hours, strict=True):
             record.started = f"2026-11-26T{hour:02}:00:00+00:00"
-    said = "pdp: measured after ddp, fsdp, not in turns: a machine that has changed since counts"
+    said = "pdp: measured after ddp and fsdp, not in turns: a machine that has changed since counts"
     assert [line for line in render([*ddp, *fsdp, *pdp], 300).splitlines() if "turns" in line] == [said]
     ddp[0].started = "at noon"  # a record is anybody's text, and here no reason to fail
     assert "turns" not in render([*ddp, *fsdp, *pdp], 300)
@@ -338,7 +338,7 @@ def test_differing_devices_are_named():
     machines = {"ddp": ["A100", "A100"], "fsdp": ["H100"], "pdp": [], "hsdp": ["H100"]}
     runs = [run(name, environment={"devices": gpus, "cpu": "Xeon"}) for name, gpus in machines.items()]
     broken = failed("tp", "broken") | {"environment": {"devices": ["V100"]}}
-    said = "ranked across devices: ddp on A100; fsdp, hsdp on H100; pdp on Xeon"
+    said = "ranked across devices: ddp on A100; fsdp and hsdp on H100; pdp on Xeon"
     assert said in render([*runs, broken], 300).splitlines()
     assert "across" not in render([runs[1], runs[3], broken, run("single")], 300)
 

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from ptdbench.comparison.alternatives import group
-from ptdbench.comparison.ranking import of_models
+from ptdbench.comparison.ranking import group_runs, of_models
 from ptdbench.report.versus import Incomparable, as_json, gate, match, render, status
 from tests.report.made import failed, repeated, run
 
@@ -71,7 +70,7 @@ class TestMatch:
         sides = of(before(), ptdbench="1"), of(with_option(after(), new={"option": 1, "other": 2}), ptdbench="2")
         found = match(*sides)
         assert [pair.label for pair in found.pairs] == ["ddp"]
-        assert found.remarks == ["options of one version of ptdbench alone, not compared: new.option, new.other"]
+        assert found.remarks == ["options of one version of ptdbench alone, not compared: new.option and new.other"]
         commits = of(before(), git_commit="a"), of(with_option(after(), new=1), git_commit="b")
         assert [pair.label for pair in match(*commits).pairs] == ["ddp"]
         of_sweep = of(before(), ptdbench="1"), of(with_option(after(), sweep={"new": 1}), ptdbench="2")
@@ -236,15 +235,15 @@ class TestText:
 
     def test_detectable_difference_is_shown(self):
         found = match(before(), after())
-        known = found.pairs[0].difference
-        seen = f"{known.detectable:.1%} detectable (90% power)"
+        share = found.pairs[0].difference.detectable  # some 2 %
+        seen = f"differences of {1 + share:.3f}x or more are detected (90% power)"
         assert shown(found).splitlines()[-1] == f"ddp: {seen}, 5 runs each, not paired: they were not run in turn"
         paired = match(before(), before("fsdp", rates=STEADY[::-1]))
         assert shown(paired).splitlines()[-1].endswith(", 5 runs each, paired by block")
         wild = [1000.0, 10.0, 100000.0]
         text = shown(match(before(rates=wild), after(rates=wild)))
         assert text.count("±>100%") == 3
-        assert "ddp: 2x and more detectable (90% power), 3 runs each, " in text
+        assert "ddp: not even 2x is detected (90% power), 3 runs each, " in text
 
     def test_too_few_runs_say_how_many_it_takes_unless_none_is_ok(self):
         text = shown(match(before(rates=STEADY[:2]), after("ddp", 0.5, STEADY[:2])))
@@ -281,7 +280,7 @@ class TestText:
         found = match(before(), [*after(rates=STEADY[1:]), *after(rates=STEADY[:1], hardware={"other_load": load})])
         assert shown(found).splitlines()[-1] == "other processes took 1.5 of 2 cores during ddp after (1 of 5 runs)"
         side = [*before(rates=STEADY[:3]), *before("fsdp", rates=[1000.0, 1100.0, 900.0]), *before("pdp", 0.5)]
-        rows = [place for places in of_models(group(side)) for place in places]
+        rows = [place for places in of_models(group_runs(side)) for place in places]
         expected = {place.alternative.median_run.parallel: f"±{place.margin:.1%}" for place in rows}
         text = shown(match(side, after(rates=STEADY[:3])))
         assert re.search(r"^ddp .*?(±\S*)", text, re.MULTILINE)[1] == expected["ddp"]

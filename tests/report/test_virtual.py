@@ -1,13 +1,15 @@
 """What is said of runs on GPUs that are not there."""
 
+import pickle
 import shlex
 
 from ptdbench.commands.report import _subtitle
-from ptdbench.report import virtual, why
-from ptdbench.report.markdown import markdown
+from ptdbench.report import steps, virtual
+from ptdbench.report.markup import markdown
 from ptdbench.report.page.document import content
 from ptdbench.report.remarks import reason
 from ptdbench.report.table import of_plans, render
+from ptdbench.report.virtual import Allocated, largest_places
 from ptdbench.terminal import command
 from tests.report.made import loaded, made, run
 
@@ -181,5 +183,23 @@ def test_a_measured_run_says_how_far_its_prediction_was_off():
     predicted = {"step_seconds": 0.1, "samples_per_second": 200.0, "anchor": "outputs/b"}  # measured: 250 samples/s
     text = "the predicted step, 100 ms (level set by outputs/b), is 25.0% longer than measured"
     assert virtual.as_predicted(run(predicted=predicted)) == text
-    assert f"ddp: {text}" in why.remarks(run(predicted=predicted), "ddp")
+    assert f"ddp: {text}" in steps.remarks(run(predicted=predicted), "ddp")
     assert virtual.as_predicted(run()) is None
+
+
+OURS = [{"filename": "/usr/torch/nn.py", "line": 1, "name": "inner"}, {"filename": "t.py", "line": 7, "name": "step"}]
+
+
+def entry(action, address, size, frames=()):
+    return {"action": action, "addr": address, "size": size, "frames": [*frames]}
+
+
+def test_largest_places_are_those_alive_at_the_peak(tmp_path):
+    """The peak is 60: the first tensor is freed before it, and the last one comes after it."""
+    trace = [
+        entry("alloc", 1, 40), entry("free_requested", 1, 40), entry("free_completed", 1, 40),
+        entry("alloc", 1, 20, OURS), entry("alloc", 2, 10, OURS), entry("alloc", 3, 30),
+        entry("free_completed", 3, 30), entry("alloc", 4, 25),
+    ]  # fmt: skip
+    (tmp_path / "snapshot").write_bytes(pickle.dumps({"device_traces": [[], trace]}))
+    assert largest_places(tmp_path / "snapshot") == [Allocated(30, 2, ("t.py:7 step",)), Allocated(30, 1, ())]

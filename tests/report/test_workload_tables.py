@@ -7,7 +7,7 @@ from msgspec import convert
 
 from ptdbench.measure.results import P2P, Check, Collectives, Hello, Matmul
 from ptdbench.report import table
-from ptdbench.report.workload_tables import (
+from ptdbench.report.table import (
     check_verdict,
     collectives_tables,
     hello_table,

@@ -7,13 +7,13 @@ from unittest import mock
 import pytest
 import torch
 
-from ptdbench.measure import gpu_state
+from ptdbench.measure import node_state
 from ptdbench.records.schema import Clocks, Energy
 from ptdbench.training import energy as module
 from ptdbench.training.energy import Counted, EnergyMeter, Gpu, energy
 
 #: As NVML describes it, with another process.
-GPU = gpu_state.Gpu(*[None] * len(gpu_state.Gpu.__struct_fields__))
+GPU = node_state.Gpu(*[None] * len(node_state.Gpu.__struct_fields__))
 GPU.uuid, GPU.processes = "GPU-a", 2
 
 
@@ -105,11 +105,11 @@ class TestOnAGpu:
     @pytest.fixture
     def nvml(self, monkeypatch):
         nvml = made_nvml()
-        monkeypatch.setattr(gpu_state, "connect", lambda _: (nvml, None))
-        monkeypatch.setattr(gpu_state, "identity", lambda device: "GPU-a")
+        monkeypatch.setattr(node_state, "connect_nvml", lambda _: (nvml, None))
+        monkeypatch.setattr(node_state, "gpu_identity", lambda device: "GPU-a")
         monkeypatch.setattr(module, "gather", lambda value: [value])
-        monkeypatch.setattr(module.contention, "gather", lambda value: [value])
-        monkeypatch.setattr(gpu_state, "inspect", lambda: gpu_state.Gpus([GPU]))
+        monkeypatch.setattr(module.node_state, "gather", lambda value: [value])
+        monkeypatch.setattr(node_state, "inspect_gpus", lambda: node_state.Gpus([GPU]))
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: nvml.now))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.wait(nvml))
         nvml.now, nvml.queued, nvml.is_up = 0.0, 0, True
@@ -157,7 +157,7 @@ class TestOnAGpu:
         assert not nvml.is_up
 
     def test_without_counters_nothing_waits_for_the_device(self, nvml, monkeypatch):
-        monkeypatch.setattr(gpu_state, "connect", lambda _: (None, "the package nvidia-ml-py is not installed"))
+        monkeypatch.setattr(node_state, "connect_nvml", lambda _: (None, "the package nvidia-ml-py is not installed"))
         loop: Any = SimpleNamespace(taken=0)
         meter = self.meter(loop)
         for _ in range(3):

@@ -33,7 +33,7 @@ def test_the_loss_scale_of_offloaded_weights_is_where_they_are():
         optimizer = torch.optim.SGD([weight], lr=0.1)
         update = Update(Nothing(), optimizer, Constant(), Train(**TRAIN), device, scale=True)
         assert update.scale(torch.ones((), device=weight.device)).device == weight.device
-        assert update._scaler._scale.device == weight.device
+        assert update.scaler._scale.device == weight.device
 
 
 CPU = torch.device("cpu")

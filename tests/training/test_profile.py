@@ -20,8 +20,7 @@ from ptdbench.parallel import apply, ring
 from ptdbench.parallel.pipeline_schedules import SCHEDULES
 from ptdbench.parallel.pipeline_stages import Stage
 from ptdbench.profiling import trace
-from ptdbench.profiling.events import CommCall, Interval, intersect, length, union
-from ptdbench.profiling.kernels import kernel_kind
+from ptdbench.profiling.events import CommCall, Interval, intersect, kernel_kind, length, union
 from ptdbench.profiling.phases import PHASES, PhaseTimes, Ready, divided, partition
 from ptdbench.training import profile, traces
 from ptdbench.training.loop import Update
@@ -296,7 +295,7 @@ def test_a_run_whose_pass_fails_was_ok_before(tmp_path):
 
 def test_a_run_whose_memory_is_not_split_keeps_its_phases_and_its_curves_end_well(tmp_path):
     with pytest.raises(Failed):
-        RANKS.call(2, run_broken, composed(*TINY), tmp_path, "training.memory_split._usage", ZeroDivisionError())
+        RANKS.call(2, run_broken, composed(*TINY), tmp_path, "training.profile._usage", ZeroDivisionError())
     record = record_of(tmp_path)
     assert (record["status"], record["phases"]["steps"], record["memory"]) == ("ok", STEPS, None)
     assert record["nodes"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.measure import clock
+from ptdbench.measure import timing
 from ptdbench.records import series, store
 from ptdbench.training import recorder
 from ptdbench.training.loop import StepLoop
@@ -44,7 +44,7 @@ def drained(directory: Path) -> tuple[list[int], int, list[float], list[list[flo
 
     take = StepLoop.step
     seldom = mock.patch.multiple(recorder, DRAIN_EVERY=3, DRAIN_SECONDS=math.inf)
-    timed = mock.patch.object(type(clock.for_device(CPU)), "seconds", lambda self: [mine] * self.finished())
+    timed = mock.patch.object(type(timing.clock_for(CPU)), "seconds", lambda self: [mine] * self.finished())
     with seldom, timed, mock.patch.object(StepLoop, "step", step):
         blocks = blocks_of(directory, TOY)
     losses, seconds = (series.column(blocks, name).tolist() for name in ("loss", "step_seconds"))

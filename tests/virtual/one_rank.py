@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ptdbench.checkpoints.saver import Saver, Staging
 from ptdbench.launch import rendezvous
-from ptdbench.measure import clock, memory, operations
+from ptdbench.measure import memory, operations, timing
 from ptdbench.models.experts import Balance, Router, RouterOptions
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Offload
@@ -226,7 +226,7 @@ def uncompared() -> None:
 
 def counted() -> list[int]:
     """Steps that a clock takes for finished, without a question to CUDA."""
-    steps, found = clock.for_device(torch.device("cuda")), []
+    steps, found = timing.clock_for(torch.device("cuda")), []
     for _ in range(3):
         steps.start()
         torch.ones(100, device="cuda").sum()

@@ -20,7 +20,7 @@ from ptdbench.models.materialize import materialize
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.setting import Setting
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.profiling.kernels import kernel_kind
+from ptdbench.profiling.events import kernel_kind
 
 SHAPE = {"layers": 3, "heads": 4, "width": 256, "sequence_length": 256, "vocabulary": 8192}
 BATCH, DEVICE = 8, torch.device("cuda", 0)

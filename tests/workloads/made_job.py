@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from ptdbench.job import Job
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
-from ptdbench.measure.clock import Stopwatch
+from ptdbench.measure.timing import Stopwatch
 from ptdbench.setup import config, run_spec
 from tests.conftest import read
 from tests.refusals import refusal_of

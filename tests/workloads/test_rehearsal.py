@@ -89,7 +89,7 @@ def traces(loop: StepLoop) -> dict[str, Any]:
         "buffers": [buffer.clone() for buffer in loop.engine.module.buffers()],
         "chance": torch.get_rng_state(),
         "optimizer": (len(state["state"]), [{**group, "rule": 0} for group in state["param_groups"]]),  # no words
-        "scaler": update.scaler_state(),
+        "scaler": update.scaler.state_dict(),
         "recorded": [loop.done, *loop.losses, *update.learning_rates, *update.gradient_norms, *loop.feed.wait_seconds],
         "training": loop.engine.module.training,
     }

@@ -11,7 +11,7 @@ from scipy import stats
 import ptdbench
 from ptdbench import __main__ as command
 from ptdbench.comparison import significance
-from ptdbench.comparison.variation import Pool
+from ptdbench.comparison.significance import Pool
 from ptdbench.profiling.phases import PHASES
 from ptdbench.report.columns import COLUMNS
 from ptdbench.units import three_digits

@@ -5,16 +5,17 @@ import math
 import numpy as np
 import pytest
 
-from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.ranking import Standing
+from ptdbench.comparison.ranking import Alternative, Standing
 from ptdbench.records import series
 from ptdbench.report.columns import Row
-from ptdbench.report.page.curves import Point, of_steps, scaling_curves
+from ptdbench.report.page.document import Point, scaling_curves, step_curves
 from tests.report.made import made
 
 
 def shown(*runs):
-    return of_steps({number: Row(Standing(Alternative([run], {})), f"run{number}") for number, run in enumerate(runs)})
+    return step_curves(
+        {number: Row(Standing(Alternative([run], {})), f"run{number}") for number, run in enumerate(runs)}
+    )
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import torch
 from ptdbench.local_part import plain_tensors
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import module_of
-from ptdbench.profiling import schedule
+from ptdbench.profiling import perfetto
 from ptdbench.profiling.phases import KINDS
 from ptdbench.setup import run_spec
 from ptdbench.setup.training_spec import TrainingSpec
-from ptdbench.training import memory_split
+from ptdbench.training import profile
 from tests.conftest import composed, read, record_of
 from tests.daily import cases
 from tests.shared_ranks import RANKS, carry_out
@@ -102,7 +102,7 @@ def run_unreadable(configuration: Any, directory: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         if os.environ["RANK"] == "1":
-            patched.setattr(memory_split.allocations, "read", Mock(side_effect=AttributeError("no such field")))
+            patched.setattr(profile.allocations, "read", Mock(side_effect=AttributeError("no such field")))
         carry_out(configuration, directory)
 
 
@@ -112,7 +112,7 @@ def test_a_pass_that_cannot_be_read_costs_nothing_else(tmp_path):
     assert (record["status"], record["phases"]["reason"]) == ("ok", None)
     reason = "cannot read the profiler's allocations: AttributeError: no such field"
     assert (record["memory"]["reason"], record["memory"]["ranks"]) == (reason, None)
-    passes = {(one.rank, one.stage, one.kind) for one in schedule.read(tmp_path / "trace.json.gz")}
+    passes = {(chunk.rank, chunk.stage, chunk.kind) for chunk in perfetto.read_passes(tmp_path / "trace.json.gz")}
     assert passes == {(rank, rank, kind) for rank in (0, 1) for kind in "FB"}
 
 
