@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ptdbench import search_path
-from ptdbench.launch import by_hand, forced_exit, local, settings, slurm
+from ptdbench.launch import by_hand, lifetime, local, settings, slurm
 from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, store
@@ -57,7 +57,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
         echo(str(stop), sys.stderr)
         sys.exit(128 + stop.signal)
     finally:
-        forced_exit.exit_soon()
+        lifetime.exit_soon()
 
 
 def set_up() -> None:
