@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from ptdbench.job import Job, Workload
-from ptdbench.launch import devices, local, peers, rendezvous
+from ptdbench.launch import local, peers, rendezvous
 from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World
 from ptdbench.measure import hardware, memory
@@ -90,8 +90,8 @@ def _built(attempt: Attempt, world: World, watch: Stopwatch) -> RunSpec:
     config = tries.with_found_micro_batch(of_record(record.written), record)
     layout = BatchPlan.of(record.written["layout"]) if record.layout.data else None
     if not world.started_by.has_parent:
-        devices.check(world, str(config.resolved.get("device")), str(config.resolved.get("backend")))
-    devices.select(world, str(config.resolved.get("device")))
+        peers.require_devices(world, str(config.resolved.get("device")), str(config.resolved.get("backend")))
+    peers.select_gpu(world, str(config.resolved.get("device")))
     spec = run_spec.build(config, layout, world)
     if not (world.started_by.has_parent and spec.device_type == "cpu"):  # the parent has checked the host
         run_spec.check_memory(spec, world)
