@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct, json
 
-from ptdbench.launch import cgroups, rendezvous, settings
+from ptdbench.launch import rendezvous, settings
 from ptdbench.launch.collect import gather
 from ptdbench.launch.world import Peer, World
 from ptdbench.problems import Problem, first_line, require
@@ -65,7 +65,7 @@ def bind_to_share(world: World, cores_per_rank: Any) -> None:
     of_all: list[tuple[tuple[str, str], settings.Cores]] = gather((identity, settings.own_cores()))
     neighbors = [rank for rank, (machine, _) in enumerate(of_all) if machine == identity]
     of_neighbors, place = [of_all[rank][1] for rank in neighbors], neighbors.index(world.rank)
-    settings.bind_cores(*settings.share_cores(of_neighbors, place, cores_per_rank, cgroups.cpus()))
+    settings.bind_cores(*settings.share_cores(of_neighbors, place, cores_per_rank, settings.cpu_quota()))
 
 
 def gather_peers(world: World, device: torch.device) -> list[Peer]:
