@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ptdbench import search_path
-from ptdbench.launch import by_hand, lifetime, local, settings, slurm
+from ptdbench.launch import lifetime, local, settings, slurm
 from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, store
 from ptdbench.records.record import DONE
 from ptdbench.records.run_record import RunRecord
-from ptdbench.run import followers
+from ptdbench.run import launched
 from ptdbench.setup import commandline, compose, hydra_options, hydra_output, resume
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.runs import Run, Shape
@@ -51,7 +51,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     except (ConfigError, store.Damaged) as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # perhaps only this rank knows it
             echo(str(error), sys.stderr)
-        followers.dismiss(error if isinstance(error, ConfigError) else ConfigError([]))
+        launched.dismiss(error if isinstance(error, ConfigError) else ConfigError([]))
         sys.exit(1)
     except local.Stopped as stop:
         echo(str(stop), sys.stderr)
@@ -63,7 +63,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
 def set_up() -> None:
     """Apply what must be set before torch is imported; raises ConfigError if ``cluster=env`` is wrong."""
     settings.log_errors_only(os.environ)
-    by_hand.recognize(os.environ, sys.argv)
+    launched.recognize(os.environ, sys.argv)
     if discover(os.environ) is None:
         settings.defer_sanitizer(os.environ)
 
@@ -107,7 +107,7 @@ def execute(arguments: argparse.Namespace) -> Ended:
 
 def _follow(world: World) -> Path | None:
     """Execute the runs that rank 0 names; return the directory of the run or sweep."""
-    directory = followers.follow(world)
+    directory = launched.follow(world)
     return directory and (ledger.sweep_of(directory) or directory)
 
 
@@ -138,7 +138,7 @@ def execute_runs(directories: Sequence[Path]) -> int:
         is_done = False
         try:
             if reopen(directory, world):
-                followers.lead(directory)
+                launched.lead(directory)
                 run(directory)
             is_done = True
         except SystemExit:  # the reason has been printed
@@ -146,7 +146,7 @@ def execute_runs(directories: Sequence[Path]) -> int:
                 raise
         finally:
             all_ok &= _count_ok(_print_results(directory, 1)) == 1 and is_done
-    followers.dismiss()
+    launched.dismiss()
     return int(not all_ok)
 
 
@@ -228,7 +228,7 @@ def _locally(composed: compose.Composed, world: World | None, line: resume.Line)
     agenda = Agenda.of(composed, runs, directory, line.only)
     try:
         _execute(composed, agenda)
-        followers.dismiss()
+        launched.dismiss()
     finally:
         status = _conclude(agenda)
     return status, directory

@@ -22,7 +22,7 @@ from ptdbench.problems import ConfigError, Problem, first_line
 from ptdbench.records import record, store
 from ptdbench.report.display import headed
 from ptdbench.report.remarks import reason
-from ptdbench.run import followers
+from ptdbench.run import launched
 from ptdbench.setup import hydra_output
 from ptdbench.setup import runs as setup_runs
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, quoted
@@ -69,7 +69,7 @@ def _in_this_process(agenda: Agenda, runs: Iterable[Run]) -> None:
 
     for run in runs:
         directory, started = agenda.place(run), time.monotonic()
-        followers.lead(directory)
+        launched.lead(directory)
         if run.number is None:
             door.run(directory)
             continue
