@@ -130,8 +130,7 @@ def execute_runs(directories: Sequence[Path]) -> int:
     else:
         prepare_ranks([*configs.values()])
 
-    from ptdbench.run.door import run
-    from ptdbench.run.opening import reopen
+    from ptdbench.run.door import reopen, run
 
     all_ok = True
     for directory in configs:
