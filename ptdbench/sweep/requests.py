@@ -26,7 +26,7 @@ from ptdbench.setup import runs as setup_runs
 from ptdbench.setup.compose import Composed, Source
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.runs import Run, Shape
-from ptdbench.sweep import container, resources
+from ptdbench.sweep import resources
 from ptdbench.terminal import command, plural
 
 
@@ -51,7 +51,7 @@ def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Run]:
     for read in composed.configs:
         shapes.append(problems.catch(shape_of, read, partitions))
         if isinstance(read.cluster, Slurm):
-            problems.problems += container.check(read.cluster.container)
+            problems.problems += resources.check_container(read.cluster.container)
     problems.close()
     return _checked(composed, [shape for shape in shapes if shape], None, goes_on)
 
@@ -195,8 +195,8 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
     ranks += [f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else []
     words_of_run = ["cluster=local", *words_of_run] if any(has_jobs) else words_of_run
     words = [sys.executable, *program, *sweep, *source.flags, *words_of_run, *ranks]
-    used = container.folders(first, None)
-    step = container.enter(resources.Step(words), cluster.container, shape, used)
+    used = resources.mounted_folders(first, None)
+    step = resources.in_container(resources.Step(words), cluster.container, shape, used)
     text = resources.script(cluster, shape, f"ptdbench-{name}", [step], resources.Output("ptdbench-%j.log"))
     if preferred := slurm.ignored_variables(os.environ):
         remarks.append(f"sbatch prefers these variables of this shell to the script's lines: {' '.join(preferred)}")
