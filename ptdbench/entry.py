@@ -28,7 +28,7 @@ from ptdbench.setup.runs import Run, Shape
 from ptdbench.terminal import echo, plural, transient
 
 if TYPE_CHECKING:
-    from ptdbench.sweep.agenda import Agenda
+    from ptdbench.sweep.execution import Agenda
 
 #: The modules with which rank 0 of a training run writes TensorBoard files.
 EVENT_FILES = ("torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata")
@@ -218,7 +218,7 @@ def _locally(composed: compose.Composed, world: World | None, line: resume.Line)
     with transient(f"checking {plural(len(composed.overrides), 'run')}…", sys.stderr):  # during the imports, too
         from ptdbench.setup import run_spec
         from ptdbench.sweep import requests
-        from ptdbench.sweep.agenda import Agenda
+        from ptdbench.sweep.execution import Agenda
 
         runs = requests.of_machine(composed, world, line.goes_on)
     if line.goes_on and not composed.is_sweep and runs[0].summary:
@@ -235,7 +235,7 @@ def _locally(composed: compose.Composed, world: World | None, line: resume.Line)
 
 def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -> Ended:
     from ptdbench.sweep import requests, submission, watch
-    from ptdbench.sweep.agenda import Agenda
+    from ptdbench.sweep.execution import Agenda
 
     options = composed.launcher_options
     runs = requests.of_cluster(composed, line.goes_on)
@@ -268,7 +268,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
 
 def _missing(composed: compose.Composed, runs: Sequence[Run], line: resume.Line) -> Sequence[Run]:
     """Return the refused runs, and one for each alternative with a repeat to execute; in a new sweep that is all."""
-    from ptdbench.sweep.agenda import Agenda
+    from ptdbench.sweep.execution import Agenda
 
     missing = set(range(len(runs)))
     if line.goes_on and not composed.searches:

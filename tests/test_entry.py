@@ -15,7 +15,7 @@ from ptdbench import entry
 from ptdbench.records import failure, record, store
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import execution, requests
-from ptdbench.sweep.agenda import Agenda
+from ptdbench.sweep.execution import Agenda
 from tests import forked
 from tests.conftest import ROOT
 from tests.ports import free_port
