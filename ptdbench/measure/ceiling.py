@@ -14,7 +14,7 @@ import torch.distributed as dist
 from msgspec import ValidationError, convert
 from msgspec.structs import asdict
 
-from ptdbench import cache
+from ptdbench.files import from_cache, to_cache
 from ptdbench.grouping import grouped
 from ptdbench.launch.collect import gather
 from ptdbench.launch.world import World
@@ -39,13 +39,13 @@ def key_of(installed: Mapping[str, Any], device: torch.device, dtype: str) -> Ke
 
 def store_ceiling(ceiling: Ceiling) -> Path:
     """Store the latest measurement, atomically; raise OSError if that fails."""
-    return cache.keep(_KIND, asdict(convert(ceiling, Key, from_attributes=True)), asdict(ceiling))
+    return to_cache(_KIND, asdict(convert(ceiling, Key, from_attributes=True)), asdict(ceiling))
 
 
 def look_up(key: Key) -> Ceiling | None:
     """Return the ceiling measured on exactly this device; ``None`` if there is none, or the file is damaged."""
     with suppress(ValidationError):
-        return convert(cache.look_up(_KIND, asdict(key)), Ceiling)
+        return convert(from_cache(_KIND, asdict(key)), Ceiling)
     return None
 
 

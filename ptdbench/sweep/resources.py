@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ptdbench import search_path
-from ptdbench.cache import user_cache
+from ptdbench.files import user_cache
 from ptdbench.launch.slurm import Partition, gpu_count, options, srun_help
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Container, Slurm
