@@ -126,7 +126,7 @@ def execute_runs(directories: Sequence[Path]) -> int:
     unique = {directory.resolve(): directory for directory in directories}
     configs = {directory: resume.startable(directory, world) for directory in unique.values()}
     if world:
-        settings.enable_expandable_segments(os.environ)  # as above
+        settings.enable_expandable_segments(os.environ)  # before this rank's GPU is used
     else:
         prepare_ranks([*configs.values()])
 
@@ -163,11 +163,7 @@ def find_micro_batch(directory: Path, shape: str, command: Sequence[str]) -> int
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the plans for a command line; return exit status 0 if a layout fits.
-
-    Raises:
-        ConfigError: The command line is invalid.
-    """
+    """Print the plans for a command line; return exit status 0 if a layout fits. Raises ConfigError."""
     from ptdbench import files
     from ptdbench.planning import anchors, plans
     from ptdbench.report import table, virtual
@@ -220,7 +216,7 @@ def _locally(composed: compose.Composed, world: World | None, line: resume.Line)
         from ptdbench.sweep import requests
         from ptdbench.sweep.execution import Agenda
 
-        runs = requests.of_machine(composed, world, line.goes_on)
+        runs = requests.specified(composed, world, line.goes_on)
     if line.goes_on and not composed.is_sweep and runs[0].summary:
         run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
     directory = hydra_output.claim(composed, line.goes_on)

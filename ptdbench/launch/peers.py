@@ -36,12 +36,9 @@ class VisibleGpus(Struct, frozen=True):
 
 
 def require_devices(world: World, device: str, backend: str) -> None:
-    """Refuse a run whose ranks cannot all have a device of the same kind; every rank raises the same error.
+    """Raise ConfigError, the same in every rank, if not all can have a device of the same kind.
 
     Ranks may share one GPU only with ``backend=gloo``: NCCL refuses two ranks on one GPU.
-
-    Raises:
-        ConfigError: Names the ranks with a different device.
     """
     if device == "cpu" or world.size == 1 or world.started_by.has_parent:  # ranks of one parent share a machine
         return
@@ -99,7 +96,6 @@ def machine() -> str:
 
 @cache
 def _survey(world: World) -> list[VisibleGpus]:
-    """Return what every rank sees, by rank."""
     store = dist.PrefixStore(f"devices {rendezvous.launch_name(world)}", rendezvous.store())
     store.set(str(world.rank), json.encode(_look(world)).decode())
     keys = [str(rank) for rank in range(world.size)]

@@ -101,7 +101,6 @@ def export(world: World, environ: MutableMapping[str, str]) -> None:
 
 
 def _arrival(world: World) -> timedelta:
-    """Return the timeout of the rendezvous."""
     return 5 * ARRIVAL if world.started_by.starts_apart else ARRIVAL
 
 

@@ -218,10 +218,7 @@ def expand_hosts(text: str) -> list[str]:
     """Return the names that ``gpu[01-03,7]-ib,login`` stands for, in order; of several brackets the last is fastest.
 
     By submitit, as ``scontrol show hostnames`` is one more process for every rank, and often missing in a job's
-    container.
-
-    Raises:
-        ValueError: The brackets do not match, or a range is malformed.
+    container. Raises ValueError if it is malformed.
     """
     from submitit.slurm.slurm import SlurmParseException, _parse_node_list  # only some ranks need it
 

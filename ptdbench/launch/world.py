@@ -40,7 +40,7 @@ class World:
     @property
     def started_by(self) -> Launcher:
         """The description of the launcher."""
-        return KNOWN[self.launcher]
+        return ALL_LAUNCHERS[self.launcher]
 
 
 class Peer(Struct, frozen=True):
@@ -167,7 +167,7 @@ LAUNCHERS: dict[str, Launcher] = {
 PRESENT = "PTDBENCH_RANKS"
 
 #: All launchers, including this package, which starts ranks on one machine with torchrun's environment.
-KNOWN = {"local": replace(_TORCHRUN, has_parent=True), **LAUNCHERS}
+ALL_LAUNCHERS = {"local": replace(_TORCHRUN, has_parent=True), **LAUNCHERS}
 
 #: The variables of ``init_process_group("env://")``: set for a rank started by hand, or stale.
 _NAMELESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

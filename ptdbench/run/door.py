@@ -27,6 +27,7 @@ from ptdbench.planning.tries import needs_search, with_found_micro_batch
 from ptdbench.problems import ConfigError
 from ptdbench.records import failure, ledger, ownership, record, store
 from ptdbench.records.ownership import Attempt, this_process
+from ptdbench.records.schema import Written
 from ptdbench.report import display
 from ptdbench.report.display import Display
 from ptdbench.run import ending, micro_batch, ranks
@@ -91,19 +92,15 @@ def reopen(directory: Path, world: World | None) -> bool:
     config = of_record(earlier.written)
     variables = earlier.variables or {}
     draft = record.begin(config.resolved, directory, {}) | {"variables": variables}
-    refused = None
+    is_refused = False
     try:
         with settings.added(variables):
             draft |= run_spec.summarize(with_found_micro_batch(config, earlier), world)
     except ConfigError as error:
-        refused = error
+        is_refused = True
         draft = record.failed(draft, failure.describe(error, rank=-1))
-    try:
-        ownership.open_record(directory, draft)
-    except ConfigError as held:
-        echo(str(held), sys.stderr)
-        raise SystemExit(1) from None
-    return refused is None
+    _opened(directory, draft)
+    return not is_refused
 
 
 def _run(directory: Path, world: World | None) -> None:
@@ -140,8 +137,13 @@ def claimed(attempt: Attempt, launcher: str) -> Attempt:
     owner = this_process(attempt.launch, os.environ)
     written = store.load_record(attempt.directory)
     draft = record.started(written, attempt.directory, environment("cpu"), owner, launcher)
+    return replace(attempt, draft=_opened(attempt.directory, draft))
+
+
+def _opened(directory: Path, draft: Written) -> Written:
+    """Open the record of a start; raises SystemExit if an earlier one is still in progress."""
     try:
-        return replace(attempt, draft=ownership.open_record(attempt.directory, draft))
+        return ownership.open_record(directory, draft)
     except ConfigError as held:
         echo(str(held), sys.stderr)
         raise SystemExit(1) from None

@@ -151,7 +151,6 @@ def _built(attempt: Attempt, world: World, watch: Stopwatch) -> RunSpec:
 
 
 def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, display: Display) -> None:
-    """Do the work of a rank: the run, from the point of view of a rank."""
     device = _prepared_device(spec, world)
     key = f"run {len(_RUNS)}"  # ranks may name the directory differently
     run_store = rendezvous.run_store(key)

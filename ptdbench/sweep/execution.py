@@ -107,11 +107,9 @@ class Agenda:
         composed: Composed, runs: Sequence[Run], directory: Path, only: str | None, queued: frozenset[str] = frozenset()
     ) -> Agenda:
         """Return the agenda of a command line."""
-        if composed.searches:
-            return Agenda(directory, only=only, queued=queued, searches=True)
-        repeat = composed.configs[0].repeat
+        repeat, searches = composed.configs[0].repeat, composed.searches
         stopping = StoppingRule(repeat) if repeat.runs == "auto" and repeat.block is None else None
-        return Agenda(directory, [*runs], only, queued, composed.is_sweep, stopping=stopping)
+        return Agenda(directory, [] if searches else [*runs], only, queued, composed.is_sweep, searches, stopping)
 
     @property
     def is_open(self) -> bool:
@@ -175,12 +173,9 @@ class Agenda:
     def _is_left_out(self, run: Run) -> bool:
         if run.subdirectory in self.queued or self.only not in (None, run.subdirectory) or (run.refused and run.block):
             return True  # a refusal is the same in every block: one row is enough
-        return self._is_done(run)
-
-    def _is_done(self, run: Run) -> bool:
-        """Return whether a run is ok, or has failed in a search, whose sweeper would otherwise draw other values."""
-        is_there = (self.place(run) / store.RECORD).exists()
-        return is_there and record.is_done(self.place(run), run.config.resolved, or_failed=self.searches)
+        directory = self.place(run)
+        # In a search a failed run is done, too: its sweeper would otherwise draw other values.
+        return (directory / store.RECORD).exists() and record.is_done(directory, run.config.resolved, self.searches)
 
     def _write(self, run: Run) -> None:
         directory = self.place(run)

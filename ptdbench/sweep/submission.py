@@ -179,11 +179,7 @@ def _in_script(path: str) -> str:
 
 
 def check_path(sweep_directory: Path) -> None:
-    """Refuse the directory of a sweep whose path SLURM would read as a pattern, or as lines.
-
-    Raises:
-        ConfigError: It is one.
-    """
+    """Raise ConfigError for the directory of a sweep whose path SLURM would read as a pattern, or as lines."""
     path = str(sweep_directory.resolve())
     if "%" in path or "\\" in path or terminal.has_controls(path):
         rule = r"%, \ and line breaks in the path of a job's output mean something else to SLURM"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ptdbench.job import Outcome
 from ptdbench.launch import local, rendezvous
 from ptdbench.launch.local import Stopped
-from ptdbench.launch.world import KNOWN, World
+from ptdbench.launch.world import ALL_LAUNCHERS, World
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import Failure
@@ -31,7 +31,7 @@ NODE_LOST = Failure(rank=-1, type="NODE_FAIL", message="n2 is down", traceback="
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    monkeypatch.setitem(KNOWN, "torchrun", replace(KNOWN["torchrun"], linger_seconds=0.0))
+    monkeypatch.setitem(ALL_LAUNCHERS, "torchrun", replace(ALL_LAUNCHERS["torchrun"], linger_seconds=0.0))
     monkeypatch.setattr(local, "ignore_signals", lambda: None)  # in the tests' own process
     return tmp_path
 
