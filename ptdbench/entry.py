@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ptdbench import search_path
-from ptdbench.launch import by_hand, forced_exit, local, settings, slurm
+from ptdbench.launch import lifetime, local, settings, slurm
 from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, store
 from ptdbench.records.record import DONE
 from ptdbench.records.run_record import RunRecord
-from ptdbench.run import followers
+from ptdbench.run import launched
 from ptdbench.setup import commandline, compose, hydra_options, hydra_output, resume
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.runs import Run, Shape
 from ptdbench.terminal import echo, plural, transient
 
 if TYPE_CHECKING:
-    from ptdbench.sweep.agenda import Agenda
+    from ptdbench.sweep.execution import Agenda
 
 #: The modules with which rank 0 of a training run writes TensorBoard files.
 EVENT_FILES = ("torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata")
@@ -51,19 +51,19 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     except (ConfigError, store.Damaged) as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # perhaps only this rank knows it
             echo(str(error), sys.stderr)
-        followers.dismiss(error if isinstance(error, ConfigError) else ConfigError([]))
+        launched.dismiss(error if isinstance(error, ConfigError) else ConfigError([]))
         sys.exit(1)
     except local.Stopped as stop:
         echo(str(stop), sys.stderr)
         sys.exit(128 + stop.signal)
     finally:
-        forced_exit.exit_soon()
+        lifetime.exit_soon()
 
 
 def set_up() -> None:
     """Apply what must be set before torch is imported; raises ConfigError if ``cluster=env`` is wrong."""
     settings.log_errors_only(os.environ)
-    by_hand.recognize(os.environ, sys.argv)
+    launched.recognize(os.environ, sys.argv)
     if discover(os.environ) is None:
         settings.defer_sanitizer(os.environ)
 
@@ -107,7 +107,7 @@ def execute(arguments: argparse.Namespace) -> Ended:
 
 def _follow(world: World) -> Path | None:
     """Execute the runs that rank 0 names; return the directory of the run or sweep."""
-    directory = followers.follow(world)
+    directory = launched.follow(world)
     return directory and (ledger.sweep_of(directory) or directory)
 
 
@@ -126,19 +126,18 @@ def execute_runs(directories: Sequence[Path]) -> int:
     unique = {directory.resolve(): directory for directory in directories}
     configs = {directory: resume.startable(directory, world) for directory in unique.values()}
     if world:
-        settings.enable_expandable_segments(os.environ)  # as above
+        settings.enable_expandable_segments(os.environ)  # before this rank's GPU is used
     else:
         prepare_ranks([*configs.values()])
 
-    from ptdbench.run.door import run
-    from ptdbench.run.opening import reopen
+    from ptdbench.run.door import reopen, run
 
     all_ok = True
     for directory in configs:
         is_done = False
         try:
             if reopen(directory, world):
-                followers.lead(directory)
+                launched.lead(directory)
                 run(directory)
             is_done = True
         except SystemExit:  # the reason has been printed
@@ -146,7 +145,7 @@ def execute_runs(directories: Sequence[Path]) -> int:
                 raise
         finally:
             all_ok &= _count_ok(_print_results(directory, 1)) == 1 and is_done
-    followers.dismiss()
+    launched.dismiss()
     return int(not all_ok)
 
 
@@ -164,11 +163,7 @@ def find_micro_batch(directory: Path, shape: str, command: Sequence[str]) -> int
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the plans for a command line; return exit status 0 if a layout fits.
-
-    Raises:
-        ConfigError: The command line is invalid.
-    """
+    """Print the plans for a command line; return exit status 0 if a layout fits. Raises ConfigError."""
     from ptdbench import files
     from ptdbench.planning import anchors, plans
     from ptdbench.report import table, virtual
@@ -220,16 +215,16 @@ def _locally(composed: compose.Composed, world: World | None, line: resume.Line)
     with transient(f"checking {plural(len(composed.overrides), 'run')}…", sys.stderr):  # during the imports, too
         from ptdbench.setup import run_spec
         from ptdbench.sweep import requests
-        from ptdbench.sweep.agenda import Agenda
+        from ptdbench.sweep.execution import Agenda
 
-        runs = requests.of_machine(composed, world, line.goes_on)
+        runs = requests.specified(composed, world, line.goes_on)
     if line.goes_on and not composed.is_sweep and runs[0].summary:
         run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
     directory = hydra_output.claim(composed, line.goes_on)
     agenda = Agenda.of(composed, runs, directory, line.only)
     try:
         _execute(composed, agenda)
-        followers.dismiss()
+        launched.dismiss()
     finally:
         status = _conclude(agenda)
     return status, directory
@@ -237,7 +232,7 @@ def _locally(composed: compose.Composed, world: World | None, line: resume.Line)
 
 def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -> Ended:
     from ptdbench.sweep import requests, submission, watch
-    from ptdbench.sweep.agenda import Agenda
+    from ptdbench.sweep.execution import Agenda
 
     options = composed.launcher_options
     runs = requests.of_cluster(composed, line.goes_on)
@@ -270,7 +265,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
 
 def _missing(composed: compose.Composed, runs: Sequence[Run], line: resume.Line) -> Sequence[Run]:
     """Return the refused runs, and one for each alternative with a repeat to execute; in a new sweep that is all."""
-    from ptdbench.sweep.agenda import Agenda
+    from ptdbench.sweep.execution import Agenda
 
     missing = set(range(len(runs)))
     if line.goes_on and not composed.searches:

@@ -1,4 +1,4 @@
-"""Files: written atomically, read without blocking, and deleted only if the program created them.
+"""Files: written atomically, read without blocking, deleted only if the program created them; and the user's cache.
 
 A process killed while writing leaves the old file or the new one, never a partial one. The content is strict JSON: a
 number that is not finite becomes ``null`` (the status and error of the record say what happened; an option keeps
@@ -17,8 +17,10 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -180,3 +182,49 @@ def remove(directory: Path, is_ours: Callable[[str], bool]) -> None:
     for name in filter(is_ours, os.listdir(directory)):
         (directory / name).unlink()
     directory.rmdir()
+
+
+def user_cache() -> Path:
+    """Return the folder ``ptdbench`` in the user's cache folder: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux.
+
+    Without a home folder, as in a container whose user has no entry in /etc/passwd, it is in the temporary folder.
+    """
+    from platformdirs import user_cache_path  # most commands need no cache
+
+    with suppress(RuntimeError):
+        if (folder := user_cache_path("ptdbench")).is_absolute():
+            return folder
+    folder = Path(tempfile.gettempdir()) / f"ptdbench-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid():  # libraries are loaded from it
+        raise PermissionError(errno.EPERM, "belongs to another user", str(folder))
+    return folder
+
+
+def to_cache(kind: str, key: Mapping[str, Any], measurement: Mapping[str, Any]) -> Path:
+    """Cache the latest measurement of a kind under a key in JSON types. Raises OSError."""
+    path = _cached(kind, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_bytes(path, json.dumps({**key, **measurement}, indent=1).encode(), durable=False)
+    return path
+
+
+def from_cache(kind: str, key: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the measurement cached under exactly this key; empty if there is none, or the file is damaged."""
+    with suppress(OSError, ValueError):
+        content = json.loads(_cached(kind, key).read_text())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def latest_in_cache(kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the files of a kind, the latest first, with their measurements and keys; damaged ones are omitted."""
+    with suppress(OSError):
+        for path in sorted((user_cache() / kind).glob("*.json"), key=lambda path: -path.stat().st_mtime):
+            with suppress(OSError, ValueError):
+                yield path, json.loads(path.read_text())
+
+
+def _cached(kind: str, key: Mapping[str, Any]) -> Path:
+    identity = json.dumps(key, sort_keys=True)
+    return user_cache() / kind / f"{sha256(identity.encode()).hexdigest()[:16]}.json"

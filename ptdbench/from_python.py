@@ -15,7 +15,7 @@ from ptdbench import entry
 from ptdbench.launch import local
 from ptdbench.problems import ConfigError
 from ptdbench.records import load, store
-from ptdbench.run import followers
+from ptdbench.run import launched
 from ptdbench.setup import commandline
 
 
@@ -47,7 +47,7 @@ def train(words: Sequence[str]) -> load.Run | load.Runs:
     _check_process(words)
     arrived = None
     with _as_program(words):
-        followers.begin()
+        launched.begin()
         try:
             entry.set_up()
             with local.deferred():  # an interrupted import of torch could not be repeated in this process
@@ -58,7 +58,7 @@ def train(words: Sequence[str]) -> load.Run | load.Runs:
                 _, directory = entry.execute(arguments)
                 return load.load(directory) if directory else load.Runs()
         except (ConfigError, store.Damaged, FileNotFoundError) as error:
-            followers.dismiss(error if isinstance(error, ConfigError) else ConfigError([]))
+            launched.dismiss(error if isinstance(error, ConfigError) else ConfigError([]))
             raise TrainError(str(error)) from error
         except SystemExit as error:
             raise TrainError("the run failed in this process; the reason is printed above, and on record") from error

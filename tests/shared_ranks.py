@@ -18,7 +18,7 @@ from ptdbench.launch import local, rendezvous, settings
 from ptdbench.launch.world import World, discover
 from ptdbench.records import ownership, record
 from ptdbench.run import door
-from ptdbench.run.opening import reopen
+from ptdbench.run.door import reopen
 from ptdbench.setup import config
 from ptdbench.setup.config import RANKS_WITHOUT_GPU
 from tests.ports import free_port

@@ -12,10 +12,11 @@ import yaml
 from omegaconf import OmegaConf
 
 from ptdbench import __main__ as program
-from ptdbench.launch import by_hand, slurm
+from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition
 from ptdbench.launch.world import World, discover
 from ptdbench.parallel.pipeline_schedules import SPLITS_SINCE
+from ptdbench.run import launched
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.training_spec import prepare_data
@@ -86,7 +87,7 @@ def test_manifests_start_a_rank_with_its_variables():
     (rank,) = job["spec"]["template"]["spec"]["containers"]
     environ = {variable["name"]: variable.get("value", "1") for variable in rank["env"]}
     environ["LOCAL_WORLD_SIZE"] = "1"  # as pods count
-    by_hand.recognize(environ, rank["command"])
+    launched.recognize(environ, rank["command"])
     assert discover(environ) == World(1, 2, 0, 1, "env", nodes=2)
     for command in (train_job["spec"]["trainer"]["command"], rank["command"]):
         assert of(" ".join(command[2:]))

@@ -15,7 +15,7 @@ from ptdbench import entry
 from ptdbench.records import failure, record, store
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import execution, requests
-from ptdbench.sweep.agenda import Agenda
+from ptdbench.sweep.execution import Agenda
 from tests import forked
 from tests.conftest import ROOT
 from tests.ports import free_port
@@ -146,7 +146,7 @@ def test_a_failed_run_of_a_launcher_is_resumed_by_that_launcher(tmp_path, monkey
 
 
 def test_a_run_of_a_sweep_that_fails_says_so_at_once(tmp_path, monkeypatch, capsys):
-    runs = requests.of_machine(compose_all(["model=toy", "device=cpu", "seed=1,2"], multirun=True), None)
+    runs = requests.specified(compose_all(["model=toy", "device=cpu", "seed=1,2"], multirun=True), None)
     agenda = Agenda(tmp_path, runs)
 
     def fail(directory, *_):

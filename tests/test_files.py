@@ -1,6 +1,9 @@
-"""Files that are written whole, and errors that name what was to be written."""
+"""Files that are written whole, errors that name what was to be written, and the cache of a user without a home."""
 
 import errno
+import os
+import stat
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,3 +31,28 @@ def test_full_disk_is_found_behind_a_librarys_error(tmp_path, monkeypatch, free,
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     lack = files.lack_of_space(FileNotFoundError(errno.ENOENT, "trace.json"), tmp_path)
     assert (str(lack) if lack else None) == (said and said.format(folder=str(tmp_path)))
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("could not determine the home directory"), Path("~/.cache/ptdbench")])
+def test_cache_without_a_home_is_a_private_temporary_folder(tmp_path, monkeypatch, answer):
+    def of_no_user(_: str) -> Path:
+        if isinstance(answer, Path):
+            return answer
+        raise answer
+
+    monkeypatch.setattr("platformdirs.user_cache_path", of_no_user)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = files.user_cache()
+    assert (folder.parent, stat.S_IMODE(folder.stat().st_mode)) == (tmp_path, 0o700)
+    assert files.from_cache("kind", {}) == {}
+    assert files.to_cache("kind", {"a": 1}, {"b": 2}).is_relative_to(folder)
+
+
+def test_cache_of_another_user_is_refused(tmp_path, monkeypatch):
+    """Libraries for virtual GPUs are loaded from there."""
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda _: Path("~/.cache/ptdbench"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        files.user_cache()
+    assert files.from_cache("kind", {}) == {}

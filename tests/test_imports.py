@@ -33,7 +33,6 @@ ROOMS = """
     launch
     local_part
     virtual
-    cache
     files
     terminal units grouping peaks search_path nested
     problems

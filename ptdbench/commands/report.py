@@ -49,7 +49,11 @@ def main(arguments: argparse.Namespace) -> int:
     arguments.directories, runs = _loaded(arguments.directories or [_newest()])
     paths = _paths(arguments)
     title = arguments.title or _title(arguments.directories, runs)
-    texts = {path: _text(form, title, _subtitle(runs), runs) for form, path in paths.items()}
+    from ptdbench.report.markup import latex, markdown
+    from ptdbench.report.page.document import page
+
+    write: dict[str, Callable[[str, str, Sequence[RunRecord]], str]] = {"html": page, "md": markdown, "latex": latex}
+    texts = {path: write[form](title, _subtitle(runs), runs) for form, path in paths.items()}
     for path, text in texts.items():
         replace_bytes(path, text.encode("utf-8", "backslashreplace"))
         echo(f"report       {path}")
@@ -126,11 +130,3 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
     counted = ", ".join([*(plural(count, kind) for kind, count in kinds.items()), *others])
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return f"{counted} · made by {hardware.this_package()} on {made}"
-
-
-def _text(form: str, title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
-    from ptdbench.report.markup import latex, markdown
-    from ptdbench.report.page.document import page
-
-    write: Callable[[str, str, Sequence[RunRecord]], str] = {"html": page, "md": markdown, "latex": latex}[form]
-    return write(title, subtitle, runs)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from ptdbench.cache import user_cache
 from ptdbench.data.arrays import ImageArrays, Labeled
 from ptdbench.data.protocol import missing_folder
+from ptdbench.files import user_cache
 from ptdbench.problems import ConfigError, Problem, at_least, require
 
 

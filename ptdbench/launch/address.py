@@ -7,7 +7,7 @@ from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
 
-from ptdbench.launch import hostlist
+from ptdbench.launch.slurm import expand_hosts
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError, Problem
 
@@ -81,7 +81,7 @@ def _host(world: World, environ: Mapping[str, str]) -> str:
     name = "SLURM_STEP_NODELIST" if world.started_by.has_step else "SLURM_JOB_NODELIST"
     listed = environ.get(name, "")
     try:
-        if hosts := hostlist.expand(listed):
+        if hosts := expand_hosts(listed):
             return hosts[0]
     except ValueError as error:
         remedy = "set MASTER_ADDR to the host of rank 0 for all ranks"

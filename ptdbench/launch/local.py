@@ -28,9 +28,8 @@ from typing import Any
 import psutil
 
 from ptdbench import search_path
-from ptdbench.launch import forced_exit
 from ptdbench.launch.address import HERE, listen
-from ptdbench.launch.lifetime import die_with_parent, wait_for
+from ptdbench.launch.lifetime import die_with_parent, exit_soon, wait_for
 from ptdbench.launch.settings import added
 from ptdbench.launch.world import THIS_MACHINE, Place, local_environments
 from ptdbench.problems import ConfigError, Problem
@@ -350,7 +349,7 @@ def _begin(place: Mapping[str, str], environ: Mapping[str, str], entry: Callable
     try:
         entry(environ, *arguments)
     finally:
-        forced_exit.exit_soon()
+        exit_soon()
 
 
 def _die_with_server() -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ptdbench.launch import address, gloo
+from ptdbench.launch import address
 from ptdbench.launch.collect import HostCollectives, through
 from ptdbench.launch.watchdog import FIRST_STEP, JOINED, LEFT
 from ptdbench.launch.world import World, discover, restarts, torchrun_variables
@@ -101,7 +101,6 @@ def export(world: World, environ: MutableMapping[str, str]) -> None:
 
 
 def _arrival(world: World) -> timedelta:
-    """Return the timeout of the rendezvous."""
     return 5 * ARRIVAL if world.started_by.starts_apart else ARRIVAL
 
 
@@ -169,7 +168,7 @@ def process_group(
     and ``patience`` the timeout of collectives. Ranks may wait for each other here: ``limited`` is a context for that,
     :meth:`Watchdog.limited`.
     """
-    gloo.give_one_thread()
+    give_gloo_one_thread()
     of_run = run_store(key)
     of_group = of_run
     if world.present:
@@ -197,6 +196,34 @@ def process_group(
     # Only after success: destroying a group whose peer has died may wait for it forever.
     with limited(LEFT):
         dist.destroy_process_group()
+
+
+@cache
+def give_gloo_one_thread() -> None:
+    """From now on, give every gloo group made in this process a single worker thread, where torch uses two.
+
+    With two, each writes the name of the collective it has completed into the group's status, a string, without a lock
+    (``ProcessGroupGloo::runLoop``, as of torch 2.14). A name longer than 15 characters is on the heap, such as
+    ``ALLGATHER_COALESCED`` of a functional all-gather: if another collective of the group ends at the same moment, both
+    threads free the same block, and the rank dies of SIGABRT or SIGSEGV, then or later. Ring attention has an
+    all-gather of keys and an all-to-all of their gradients in flight. A single thread runs them in call order, as
+    NCCL's stream does.
+    """
+    group: Any = dist.ProcessGroupGloo
+    as_torch_does = group.__init__
+
+    def made(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
+        """Make a group over the interfaces in GLOO_SOCKET_IFNAME, or that of the host name, as torch does."""
+        options = group._Options()
+        options._threads, options._timeout = 1, timeout
+        named = os.environ.get("GLOO_SOCKET_IFNAME")
+        devices = [group.create_device(interface=name) for name in named.split(",")] if named else []
+        options._devices = devices or [group.create_default_device()]
+        for name, value in others.items():
+            setattr(options, name, value)
+        as_torch_does(self, store, rank, size, options)
+
+    group.__init__ = made
 
 
 def patience_for(step_minutes: float | None) -> timedelta:

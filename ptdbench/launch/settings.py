@@ -1,4 +1,4 @@
-"""Settings that affect the results or the speed of a process: environment variables and CPU cores."""
+"""Settings that affect the results or the speed of a process: environment variables, CPU cores, control groups."""
 
 import math
 import os
@@ -31,6 +31,9 @@ _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 #: The variable that torch reads at import, and the one that holds its value until a rank starts.
 _SANITIZER, _HIDDEN = "TORCH_CUDA_SANITIZER", "PTDBENCH_CUDA_SANITIZER"
+
+#: The folder of control groups, and the file that names those of this process.
+CGROUPS, CGROUP_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def recorded(environ: Mapping[str, str]) -> dict[str, str]:
@@ -156,6 +159,41 @@ def unbind_thread() -> None:
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(threading.get_native_id(), _original_cores())
+
+
+def cpu_quota() -> float:
+    """Return the CPU quota, in cores, that this process shares with others of its groups; infinity without a quota.
+
+    ``docker run --cpus=2`` and Kubernetes limits are quotas: all cores are visible, but a process that uses more of
+    them is throttled for the rest of each 100 ms.
+    """
+    cores = math.inf
+    for group in control_groups("cpu"):
+        for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+            with suppress(OSError, ValueError):  # "max", or not a group with a quota
+                quota, period = map(int, " ".join((group / name).read_text() for name in names).split())
+                cores = min(cores, quota / period) if quota > 0 else cores
+    return cores
+
+
+def control_groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of the control groups (cgroups(7), v1 or v2) in which a controller may limit this process.
+
+    Its own group comes first. A container may not see the groups above its own. There are none outside Linux.
+    """
+    try:
+        lines = [line.split(":", 2) for line in CGROUP_OF_PROCESS.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in lines:
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = CGROUPS / controller if controllers else CGROUPS
+        lowest = top / path.lstrip("/")
+        for group in (lowest, *lowest.parents):
+            yield group
+            if group == top:
+                break
 
 
 @cache

@@ -1,6 +1,6 @@
-"""SLURM's own commands: partitions, the state of jobs, and whether a job would be accepted.
+"""SLURM's own commands, and its lists of hosts: partitions, the state of jobs, and whether a job would be accepted.
 
-Each function runs one command, without a shell. If the command fails, it raises :class:`SlurmError` with SLURM's own
+A function of a command runs it without a shell. If the command fails, it raises :class:`SlurmError` with SLURM's own
 message.
 """
 
@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-
-from ptdbench.launch import hostlist
 
 #: Timeout of a command in seconds. A busy controller answers late; one that is down makes some commands wait forever.
 PATIENCE = 30
@@ -216,6 +214,20 @@ def gpu_count(gres: str) -> int:
     return sum(int(count) if count.isdigit() else 1 for count in counts)
 
 
+def expand_hosts(text: str) -> list[str]:
+    """Return the names that ``gpu[01-03,7]-ib,login`` stands for, in order; of several brackets the last is fastest.
+
+    By submitit, as ``scontrol show hostnames`` is one more process for every rank, and often missing in a job's
+    container. Raises ValueError if it is malformed.
+    """
+    from submitit.slurm.slurm import SlurmParseException, _parse_node_list  # only some ranks need it
+
+    try:
+        return [host for host in _parse_node_list(text) if host]
+    except SlurmParseException:
+        raise ValueError(f"{text!r} is not a list of hosts such as gpu[01-03,7],login") from None
+
+
 @cache
 def _keeps_accounts() -> bool:
     """Return whether sacct works here, as it does not without slurmdbd; raises SlurmError if it fails otherwise."""
@@ -242,7 +254,7 @@ def _states(*command: str) -> Iterator[tuple[str, JobState]]:
         listed, state, nodes, reason, name = line.split("|", 4)
         # ``7_[0-2,5%4]``, elements of an array that never began, stands for ``7_0``, ``7_1``, ``7_2`` and ``7_5``.
         several = "[" in listed and "..." not in listed
-        for identity in hostlist.expand(re.sub(r"%\d+", "", listed)) if several else [listed]:
+        for identity in expand_hosts(re.sub(r"%\d+", "", listed)) if several else [listed]:
             state = state.split()[0]  # sacct prints "CANCELLED by 1000"
             nodes = "" if nodes in ("None assigned", "(null)") else nodes
             yield name, JobState(identity, state, nodes, "" if reason == "None" else reason)

@@ -8,13 +8,13 @@ contradict each other.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from msgspec import Struct
 
-from ptdbench.launch import hostlist
 from ptdbench.problems import ConfigError, Problem
 
 
@@ -40,7 +40,7 @@ class World:
     @property
     def started_by(self) -> Launcher:
         """The description of the launcher."""
-        return KNOWN[self.launcher]
+        return ALL_LAUNCHERS[self.launcher]
 
 
 class Peer(Struct, frozen=True):
@@ -167,7 +167,7 @@ LAUNCHERS: dict[str, Launcher] = {
 PRESENT = "PTDBENCH_RANKS"
 
 #: All launchers, including this package, which starts ranks on one machine with torchrun's environment.
-KNOWN = {"local": replace(_TORCHRUN, has_parent=True), **LAUNCHERS}
+ALL_LAUNCHERS = {"local": replace(_TORCHRUN, has_parent=True), **LAUNCHERS}
 
 #: The variables of ``init_process_group("env://")``: set for a rank started by hand, or stale.
 _NAMELESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -293,10 +293,21 @@ def _local_size(environ: Mapping[str, str], name: str, launcher: Launcher) -> in
     node = _number(environ, launcher.node, name)
     listed = environ.get(launcher.local_size, "")
     try:
-        return hostlist.tasks_per_node(listed)[node]
+        return tasks_per_node(listed)[node]
     except (ValueError, IndexError):
         rule = f"{name} must have set it to the tasks of every node, such as 2(x3),1; this is node {node}"
         raise _refusal(environ, launcher.local_size, listed or "(not set)", rule) from None
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Parse SLURM's number of tasks of each node, ``2(x3),1`` as ``[2, 2, 2, 1]``; raises ValueError if malformed."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part, re.ASCII)
+        if not match:
+            raise ValueError(f"{text!r} is not a list of tasks per node such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def _number(environ: Mapping[str, str], variable: str, name: str) -> int:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ptdbench.launch import cgroups
+from ptdbench.launch import settings
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +124,7 @@ def in_use(device: torch.device) -> Callable[[], int]:
 
 def oom_kills() -> int:
     """Return the kernel's count of OOM kills in this control group, else on the machine; 0 if not reported."""
-    for path in [*(group / "memory.events" for group in cgroups.groups("memory")), Path("/proc/vmstat")]:
+    for path in [*(group / "memory.events" for group in settings.control_groups("memory")), Path("/proc/vmstat")]:
         with suppress(OSError):
             if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
                 return int(match[1])
@@ -150,7 +150,7 @@ def host_memory() -> HostMemory:
     """Return the host's memory, capped by the limits of this process's container or SLURM job (control groups)."""
     host = psutil.virtual_memory()
     total, available = host.total, host.available
-    for group in cgroups.groups("memory"):
+    for group in settings.control_groups("memory"):
         for *names, cached in _LIMITED:
             with suppress(OSError, ValueError):  # "max", or not a group with a limit
                 limit, used = (int((group / name).read_text()) for name in names)

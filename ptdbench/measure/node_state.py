@@ -146,7 +146,7 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
 
 def power_limit(nvml: Any, handle: Any) -> float | None:
     """Return the power limit of a GPU in watts; ``None`` if it is not reported."""
-    return _watts(ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle))
+    return _watts(ask_nvml(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle))
 
 
 def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Gpu]) -> list[list[str | None]]:

@@ -23,7 +23,7 @@ from msgspec import ValidationError, convert
 from msgspec.structs import asdict
 from torch import Tensor
 
-from ptdbench import cache
+from ptdbench.files import from_cache, to_cache
 from ptdbench.grouping import grouped
 from ptdbench.launch.collect import gather
 from ptdbench.launch.world import World
@@ -228,13 +228,13 @@ def ceiling_key(installed: Mapping[str, Any], device: torch.device, dtype: str) 
 
 def store_ceiling(ceiling: Ceiling) -> Path:
     """Store the latest measurement, atomically; raise OSError if that fails."""
-    return cache.keep(_CEILINGS, asdict(convert(ceiling, Key, from_attributes=True)), asdict(ceiling))
+    return to_cache(_CEILINGS, asdict(convert(ceiling, Key, from_attributes=True)), asdict(ceiling))
 
 
 def stored_ceiling(key: Key) -> Ceiling | None:
     """Return the ceiling measured on exactly this device; ``None`` if there is none, or the file is damaged."""
     with suppress(ValidationError):
-        return convert(cache.look_up(_CEILINGS, asdict(key)), Ceiling)
+        return convert(from_cache(_CEILINGS, asdict(key)), Ceiling)
     return None
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from ptdbench import cache
+from ptdbench.files import from_cache, to_cache
 from ptdbench.launch import local
 from ptdbench.launch.lifetime import die_with_parent
 from ptdbench.models.materialize import materialize
@@ -75,13 +75,13 @@ def prove(model: Model, example: tuple[Any, Tensor], ranks: int) -> str | None:
         ranks: Their number, which divides what they share.
     """
     key = {"model": _identity(model), "ranks": ranks, "torch": torch.__version__}
-    if cache.look_up("tensor_plans", key):
+    if from_cache("tensor_plans", key):
         return None
     with in_one_process() as prover:
         difference = prover.ask(model, with_samples(example, 2, "cpu", filled=True), ranks)
     if difference is None:
         with suppress(OSError):
-            cache.keep("tensor_plans", key, {"equal": True})
+            to_cache("tensor_plans", key, {"equal": True})
     return difference
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from ptdbench import cache
-from ptdbench.files import strict
+from ptdbench.files import from_cache, latest_in_cache, strict, to_cache
 from ptdbench.planning.tries import try_options
 from ptdbench.records.effects import affects
 from ptdbench.records.run_record import RunRecord
@@ -29,14 +28,14 @@ def keep(run: RunRecord) -> None:
     """Cache a run that was measured on GPUs of one node, in place of an earlier one of the same work."""
     if (key := _key(run)) and run.throughput:
         with suppress(OSError):
-            cache.keep(_RUNS, key, {"record": strict(run.written)})
-            for path, _ in [*cache.latest(_RUNS)][_MOST:]:
+            to_cache(_RUNS, key, {"record": strict(run.written)})
+            for path, _ in [*latest_in_cache(_RUNS)][_MOST:]:
                 path.unlink(missing_ok=True)
 
 
 def runs() -> Iterator[RunRecord]:
     """Yield the cached runs, the latest first, without those that this version cannot read."""
-    for _, content in cache.latest(_RUNS):
+    for _, content in latest_in_cache(_RUNS):
         with suppress(KeyError, TypeError, ValueError):
             yield RunRecord.of(content["record"])
 
@@ -45,13 +44,13 @@ def keep_prediction(planned: RunRecord) -> None:
     """Cache what a plan says of a step, for when the run is measured."""
     if planned.predicted.step_seconds and (key := _key(planned)):
         with suppress(OSError):
-            cache.keep(_PREDICTIONS, key, {"predicted": to_builtins(planned.predicted)})
+            to_cache(_PREDICTIONS, key, {"predicted": to_builtins(planned.predicted)})
 
 
 def prediction(run: RunRecord) -> dict[str, Any] | None:
     """Return what the latest plan of this work on this GPU and torch predicted of its step, if there was one."""
     key = _key(run)
-    return cache.look_up(_PREDICTIONS, key).get("predicted") if key else None
+    return from_cache(_PREDICTIONS, key).get("predicted") if key else None
 
 
 def _key(run: RunRecord) -> dict[str, Any] | None:

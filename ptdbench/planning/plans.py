@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import open_dict, read_write
 
-from ptdbench import cache, search_path
-from ptdbench.files import strict, write_json
+from ptdbench import search_path
+from ptdbench.files import from_cache, strict, to_cache, write_json
 from ptdbench.launch import local, settings
 from ptdbench.launch.lifetime import die_with_parent
 from ptdbench.measure.memory import host_memory
@@ -131,7 +131,7 @@ def make(
     is_free = {"train.global_batch", "experiment"}.isdisjoint(map(commandline.option, overrides))
     jobs = [*((anchor.config, False) for anchor in anchored), *((job, is_free) for job in of.configs)]
     keys = [_key(*job) for job in jobs]  # first: importing torch changes the environment, a part of the keys
-    earlier = [cache.look_up(_KIND, key).get("fields") if key and not again else None for key in keys]
+    earlier = [from_cache(_KIND, key).get("fields") if key and not again else None for key in keys]
     uncached = [
         _Uncached(job, is_free, f"[{number}/{len(jobs)}] {job.label}", key, again)
         for number, ((job, is_free), cached, key) in enumerate(zip(jobs, earlier, keys, strict=True), 1)
@@ -287,7 +287,7 @@ def _fields(plan: _Uncached, execute: Execute, cores: int) -> dict[str, Any]:
         return {"status": "failed" if status == "oom" else status, "error": failed.record["error"]}
     if plan.key and fields["plan"].get("reason") is None:
         try:
-            cache.keep(_KIND, plan.key, {"fields": strict(fields), "seconds": time.monotonic() - started})
+            to_cache(_KIND, plan.key, {"fields": strict(fields), "seconds": time.monotonic() - started})
         except OSError as error:
             echo(f"cannot cache the plan: {error.strerror}", sys.stderr)
     return fields

@@ -12,8 +12,7 @@ from typing import Any
 
 from msgspec import convert, structs
 
-from ptdbench import cache
-from ptdbench.files import strict
+from ptdbench.files import from_cache, strict, to_cache
 from ptdbench.kernels.linear_cross_entropy import most_rows
 from ptdbench.models.decoder import Head
 from ptdbench.models.protocol import module_of
@@ -87,7 +86,7 @@ def visible_memory(training: TrainingSpec, micro_batch: int, gpu: Device) -> int
 
 def look_up(of: Mapping[str, Any]) -> Recording | None:
     """Return the recording that is cached under a key, if there is one."""
-    if not (content := cache.look_up(_KIND, of)):
+    if not (content := from_cache(_KIND, of)):
         return None
     logs = [Log.load(BytesIO(b64decode(text))) for text in content["logs"]]
     return Recording(convert(content["record"], Record, strict=False), logs)
@@ -100,6 +99,6 @@ def keep(of: Mapping[str, Any], recording: Recording) -> None:
         log.save(file := BytesIO())
         texts.append(b64encode(file.getvalue()).decode())
     try:
-        cache.keep(_KIND, of, {"record": strict(structs.asdict(recording.record)), "logs": texts})
+        to_cache(_KIND, of, {"record": strict(structs.asdict(recording.record)), "logs": texts})
     except OSError as error:
         echo(f"cannot cache the recording: {error.strerror}", sys.stderr)

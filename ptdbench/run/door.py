@@ -4,7 +4,7 @@ Every start takes this path: by hand, as a rank of torchrun, srun or mpirun, as 
 failure. The directory holds all that is known of the run: its record was opened, with its configuration and the
 summary of its specification, by the process that checked it. The process that a user or a job starts (:func:`run`)
 claims the record and starts the ranks (:mod:`ptdbench.run.ranks`), unless a launcher has already made this process a
-rank. Each rank (:mod:`ptdbench.run.rank`) joins its peers, lays out the model, does the work, and agrees with its peers
+rank. Each rank joins its peers, lays out the model, does the work, and agrees with its peers
 on one record, which rank 0 writes.
 """
 
@@ -23,14 +23,15 @@ from ptdbench.launch import rendezvous, settings
 from ptdbench.launch.world import World, discover
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.timing import Stopwatch
-from ptdbench.planning.tries import needs_search
+from ptdbench.planning.tries import needs_search, with_found_micro_batch
 from ptdbench.problems import ConfigError
 from ptdbench.records import failure, ledger, ownership, record, store
 from ptdbench.records.ownership import Attempt, this_process
+from ptdbench.records.schema import Written
 from ptdbench.report import display
 from ptdbench.report.display import Display
-from ptdbench.run import ending, micro_batch, rank, ranks
-from ptdbench.setup import resume, training_spec
+from ptdbench.run import ending, micro_batch, ranks
+from ptdbench.setup import resume, run_spec, training_spec
 from ptdbench.setup.config import of_record
 from ptdbench.setup.runs import Shape
 from ptdbench.terminal import echo
@@ -74,19 +75,47 @@ def find_micro_batch(directory: Path, shape: Shape, command: Sequence[str]) -> b
         return micro_batch.find(of_record(opened.written), attempt, display.heading(opened), execute, shape)
 
 
+def reopen(directory: Path, world: World | None) -> bool:
+    """Open the record of a directory's run again, with the summary of its specification for these ranks.
+
+    A run that waits for its first start by as many ranks, such as the job of a sweep, is open as it is.
+
+    Returns:
+        Whether it can be executed; if not, its record says why.
+
+    Raises:
+        SystemExit: An earlier start is still in progress.
+    """
+    earlier = store.read_record(directory)
+    if world and not earlier.owner and earlier.world_size == world.size:
+        return True
+    config = of_record(earlier.written)
+    variables = earlier.variables or {}
+    draft = record.begin(config.resolved, directory, {}) | {"variables": variables}
+    is_refused = False
+    try:
+        with settings.added(variables):
+            draft |= run_spec.summarize(with_found_micro_batch(config, earlier), world)
+    except ConfigError as error:
+        is_refused = True
+        draft = record.failed(draft, failure.describe(error, rank=-1))
+    _opened(directory, draft)
+    return not is_refused
+
+
 def _run(directory: Path, world: World | None) -> None:
     """Execute a run, from the point of view of the process that starts it."""
     if world:
         settings.enable_expandable_segments(os.environ)
     attempt = Attempt(directory, rendezvous.launch_name(world) if world else uuid.uuid4().hex)
-    is_first = rank.count(directory) == 1
+    is_first = ranks.count(directory) == 1
     watch = Stopwatch(psutil.Process().create_time() if world and is_first else time.time())
     if world is None or world.is_first:
         attempt = claimed(attempt, world.launcher if world else "local")
     opened = store.read_record(directory)
     heading = display.heading(opened)
     if world:
-        rank.of_launcher(world, attempt, watch, heading)
+        ranks.of_launcher(world, attempt, watch, heading)
         return
     config = of_record(opened.written)
     try:  # an OSError comes from the data: no record is written in this block
@@ -108,8 +137,13 @@ def claimed(attempt: Attempt, launcher: str) -> Attempt:
     owner = this_process(attempt.launch, os.environ)
     written = store.load_record(attempt.directory)
     draft = record.started(written, attempt.directory, environment("cpu"), owner, launcher)
+    return replace(attempt, draft=_opened(attempt.directory, draft))
+
+
+def _opened(directory: Path, draft: Written) -> Written:
+    """Open the record of a start; raises SystemExit if an earlier one is still in progress."""
     try:
-        return replace(attempt, draft=ownership.open_record(attempt.directory, draft))
+        return ownership.open_record(directory, draft)
     except ConfigError as held:
         echo(str(held), sys.stderr)
         raise SystemExit(1) from None

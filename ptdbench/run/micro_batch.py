@@ -97,8 +97,6 @@ def find(config: Config, attempt: Attempt, heading: Heading, execute: Execute, s
     except local.Stopped as stop:
         ending.fail_if_open(attempt, failure.describe(stop, rank=-1))
         raise
-    if fields["micro_batch"]["found"] == earlier:  # its search is on record
-        del fields["micro_batch"]
     attempt.amend(lambda written: written | fields)
     return True
 
@@ -156,15 +154,14 @@ class Finder:
             raise MemoryError(f"not even micro-batch {candidates[0]} fits into {room}{needs}")
         if self.config.train.micro_batch == "best":
             largest = self._fastest(search.fitting())
-        return self._with(largest)
+        return self._summary(self._layouts[largest]) | {"micro_batch": self._field(largest)}
 
     def reuse(self, micro_batch: int) -> dict[str, Any] | None:
-        """Return the fields for a micro-batch found by an earlier start; ``None`` if these ranks cannot run it."""
-        self._search = Search([micro_batch], 0, self._tried)
-        return self._with(micro_batch) if micro_batch in self._layouts else None
+        """Return the fields for a micro-batch found by an earlier start, whose search is on record.
 
-    def _with(self, micro_batch: int) -> dict[str, Any]:
-        return self._summary(self._layouts[micro_batch]) | {"micro_batch": self._field(micro_batch)}
+        ``None`` if these ranks cannot run it.
+        """
+        return self._summary(self._layouts[micro_batch]) if micro_batch in self._layouts else None
 
     def _field(self, micro_batch: int | None) -> dict[str, Any]:
         tried = {attempt.micro_batch: to_builtins(attempt) for attempt in self._search.tries}
@@ -205,7 +202,6 @@ class Finder:
         return None if reserved is None else reserved + waits + (metrics.outside_memory_bytes or 0)
 
     def _tried(self, micro_batch: int) -> Try:
-        """Try a micro-batch in one short run."""
         started = time.monotonic()
         record = self._short_run(micro_batch, try_options(self.config), "")
         if self._spec.device_type != "cpu" and not self._spec.virtual and record.metrics.device_memory_bytes:

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,8 @@ def execute(request: Request, stdout: int | None = None) -> tuple[RunRecord, int
         ConfigError: There is no compiler or no torch for CUDA, or the program or an output cannot be started.
     """
     variables = request.machine.environment(request.count)
-    directory = store.claim_directory(
-        _OUTPUTS, f"{datetime.now():%Y-%m-%d_%H-%M-%S}_virtual", "outputs", _begin(request)
-    )
+    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_virtual"
+    directory = store.claim_directory(_OUTPUTS, name, "outputs", partial(_begin, request))
     with tempfile.TemporaryDirectory(prefix="ptdbench-virtual-") as scratch:
         folder = directory / SNAPSHOTS if request.stacks else Path(scratch)
         folder.mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ def _predicted(gpu: Device, folder: Path, reports: Sequence[Mapping[str, Any]]) 
         return Predicted(reason=f"its logs cannot be read: {fault}")
 
 
-def _begin(request: Request) -> Any:
+def _begin(request: Request, folder: Path, directory: Path) -> None:
     config = {
         "workload": {"name": "program"},
         "program": {"command": [*request.command], "options": [*_options(request)]},
@@ -109,12 +109,8 @@ def _begin(request: Request) -> Any:
             **{"memory": request.memory, "ranks": None if request.ranks is None else [*request.ranks]},
         },
     }
-
-    def write(folder: Path, directory: Path) -> None:
-        draft = record.begin(config, directory, {}, [*request.command])
-        store.write_record(folder, {**draft, "kind": "virtual", "launcher": "local"})
-
-    return write
+    draft = record.begin(config, directory, {}, [*request.command])
+    store.write_record(folder, {**draft, "kind": "virtual", "launcher": "local"})
 
 
 def _options(request: Request) -> Iterator[str]:

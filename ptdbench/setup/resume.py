@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from ptdbench import search_path, terminal
-from ptdbench.launch.world import KNOWN, World
+from ptdbench.launch.world import ALL_LAUNCHERS, World
 from ptdbench.problems import ConfigError, Problem, in_shell
 from ptdbench.records import ledger, store
 from ptdbench.records.effects import affects, options_affecting
@@ -287,7 +287,7 @@ def _refuse_elsewhere(directory: Path, run: RunRecord) -> None:
     """Refuse to resume a launcher's run as processes of this machine, which may be a login node."""
     launcher, nodes = run.launcher, run.nodes
     hosts = {socket.gethostname(), socket.gethostname().partition(".")[0]}
-    starter = KNOWN.get(launcher or "local")
+    starter = ALL_LAUNCHERS.get(launcher or "local")
     if starter and (starter.has_parent or (not starter.has_step and set(nodes) <= hosts)):
         return
     where = f" on {', '.join(nodes[:4])}{' ...' * (len(nodes) > 4)}" if nodes else ""

@@ -26,17 +26,29 @@ from ptdbench.setup import runs as setup_runs
 from ptdbench.setup.compose import Composed, Source
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.runs import Run, Shape
-from ptdbench.sweep import container, resources
+from ptdbench.sweep import resources
 from ptdbench.terminal import command, plural
 
 
-def of_machine(composed: Composed, world: World | None, goes_on: Path | None = None) -> list[Run]:
-    """Return the runs of a command line that this machine executes, of a run or sweep that may be resumed in place.
+@proof.in_one_process()
+def specified(
+    composed: Composed, world: World | None, goes_on: Path | None = None, shapes: Sequence[Shape] = ()
+) -> list[Run]:
+    """Return the runs of a command line, of a run or sweep that may be resumed in place, each specified or refused.
+
+    They are executed on this machine, or as jobs with these ``shapes``. The repeats of a run are specified once.
 
     Raises:
-        ConfigError: None of them can run.
+        ConfigError: None of them can run; otherwise a refused run becomes a row.
     """
-    return _checked(composed, None, world, goes_on)
+    runs, outcomes = setup_runs.of(composed), dict[int, dict[str, Any]]()
+    for run in runs:
+        if (place := run.alternative) not in outcomes:
+            shape = shapes[place] if shapes else None
+            outcomes[place] = {"shape": shape, **_summary_or_refusal(run.config, shape, world, goes_on)}
+    if all("refused" in outcome for outcome in outcomes.values()):
+        raise ConfigError([problem for outcome in outcomes.values() for problem in outcome["refused"].problems])
+    return [replace(run, **outcomes[run.alternative]) for run in runs]
 
 
 def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Run]:
@@ -51,9 +63,9 @@ def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Run]:
     for read in composed.configs:
         shapes.append(problems.catch(shape_of, read, partitions))
         if isinstance(read.cluster, Slurm):
-            problems.problems += container.check(read.cluster.container)
+            problems.problems += resources.check_container(read.cluster.container)
     problems.close()
-    return _checked(composed, [shape for shape in shapes if shape], None, goes_on)
+    return specified(composed, None, goes_on, [shape for shape in shapes if shape])
 
 
 def of_search(run: Run) -> Run:
@@ -64,7 +76,7 @@ def of_search(run: Run) -> Run:
     """
     cluster = run.config.cluster
     shape = shape_of(run.config, _partitions(cluster)) if isinstance(cluster, Slurm) else None
-    return replace(run, shape=shape, **_specified(run.config, shape, None, None))
+    return replace(run, shape=shape, **_summary_or_refusal(run.config, shape, None, None))
 
 
 def shape_of(read: Config, partitions: Sequence[Partition]) -> Shape:
@@ -96,25 +108,7 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
         raise ConfigError([Problem("cluster", cluster.name, f"SLURM does not answer: {error}")]) from None
 
 
-@proof.in_one_process()
-def _checked(
-    composed: Composed, shapes: Sequence[Shape] | None, world: World | None, goes_on: Path | None
-) -> list[Run]:
-    """Return the runs, each with its shape and specified or refused; the repeats of a run are specified once.
-
-    Raises ConfigError if all are refused, as otherwise a refused run becomes a row.
-    """
-    runs, outcomes = setup_runs.of(composed), dict[int, dict[str, Any]]()
-    for run in runs:
-        if (place := run.alternative) not in outcomes:
-            shape = shapes[place] if shapes else None
-            outcomes[place] = {"shape": shape, **_specified(run.config, shape, world, goes_on)}
-    if all("refused" in outcome for outcome in outcomes.values()):
-        raise ConfigError([problem for outcome in outcomes.values() for problem in outcome["refused"].problems])
-    return [replace(run, **outcomes[run.alternative]) for run in runs]
-
-
-def _specified(read: Config, shape: Shape | None, world: World | None, goes_on: Path | None) -> dict[str, Any]:
+def _summary_or_refusal(read: Config, shape: Shape | None, world: World | None, goes_on: Path | None) -> dict[str, Any]:
     """Return the field ``summary`` of a run, or ``refused`` with the reason."""
     try:
         _check_model(read, goes_on)
@@ -195,8 +189,8 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
     ranks += [f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else []
     words_of_run = ["cluster=local", *words_of_run] if any(has_jobs) else words_of_run
     words = [sys.executable, *program, *sweep, *source.flags, *words_of_run, *ranks]
-    used = container.folders(first, None)
-    step = container.enter(resources.Step(words), cluster.container, shape, used)
+    used = resources.mounted_folders(first, None)
+    step = resources.in_container(resources.Step(words), cluster.container, shape, used)
     text = resources.script(cluster, shape, f"ptdbench-{name}", [step], resources.Output("ptdbench-%j.log"))
     if preferred := slurm.ignored_variables(os.environ):
         remarks.append(f"sbatch prefers these variables of this shell to the script's lines: {' '.join(preferred)}")

@@ -1,18 +1,24 @@
-"""Resources of a job from the ``cluster`` config: its shape, its problems, and sbatch's flags.
+"""What a job asks of SLURM by the ``cluster`` config: its shape, sbatch's flags, its script, and its ranks' container.
 
-Nothing here queries SLURM. Its partitions (:func:`ptdbench.launch.slurm.partitions`) are passed in; on a machine
-without SLURM the list is empty, and rules that need it do not apply.
+SLURM's partitions (:func:`ptdbench.launch.slurm.partitions`) are passed in; on a machine without SLURM the list is
+empty, and rules that need it do not apply.
+
+Folders have the same path in a container as outside, so that the paths in records, checkpoints and messages are valid
+in both. The ranks run the submitting ptdbench, mounted, with the interpreter and the packages of the image.
 """
 
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from ptdbench.launch.slurm import Partition, gpu_count, options
+from ptdbench import search_path
+from ptdbench.files import user_cache
+from ptdbench.launch.slurm import Partition, gpu_count, options, srun_help
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
-from ptdbench.setup.config import RANKS_WITHOUT_GPU, Slurm
+from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Container, Slurm
 from ptdbench.setup.runs import Shape
 from ptdbench.terminal import plural
 
@@ -46,6 +52,15 @@ MODULE_COMMAND = [
     "  done",
     "fi",
 ]
+
+#: The variable with the image that ranks run in, for ``workload=hello`` and the record.
+VARIABLE = "PTDBENCH_CONTAINER"
+
+#: The package, which the ranks run too.
+PACKAGE = Path(__file__).parents[1]
+
+#: Mount point of an installed ptdbench: apart from this machine's other packages, which must not replace the image's.
+_INSTALLED = Path("/opt/ptdbench/ptdbench")
 
 
 def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], partitions: Sequence[Partition]) -> Shape:
@@ -165,6 +180,74 @@ def srun(cluster: Slurm, step: Step) -> list[str]:
     return ["srun", "--kill-on-bad-exit=1", *step.flags, *cluster.srun_args, *step.command]
 
 
+def check_container(container: Container, help_of_srun: Callable[[], str] = srun_help) -> list[Problem]:
+    """Return the problems that prevent ranks from running in the container, as far as the submitting machine can tell.
+
+    The image is only looked up on the nodes. ``help_of_srun`` returns what ``srun --help`` prints.
+    """
+    if container.image is None:
+        return []
+    problems = [
+        Problem("cluster.container.mounts", mount, "must be a path, or HOST:CONTAINER[:ro]", "give absolute paths")
+        for mount in container.mounts
+        if not all(part.startswith(("/", "~")) for part in mount.removesuffix(":ro").split(":"))
+    ]
+    if container.kind == "pyxis" and not re.search("--container-image[ =]", help_of_srun()):
+        rule = "is a plugin of SLURM, which srun does not have here"
+        problems.append(Problem("cluster.container.kind", "pyxis", rule, "try apptainer"))
+    return problems
+
+
+def mounted_folders(config: Config, outputs: Path | None) -> list[Path]:
+    """Return the folders of this machine that a run uses: ptdbench, the current directory, outputs, data and caches.
+
+    Paths are absolute, with what links lead to; there are none if the run uses no container. A plain script has no
+    sweep directory: ``outputs`` is ``None``.
+    """
+    if not (isinstance(config.cluster, Slurm) and config.cluster.container.image):
+        return []
+    user_cache().mkdir(parents=True, exist_ok=True)  # what is mounted must exist
+    data = config.resolved.get("data")
+    named = [*(data.values() if isinstance(data, Mapping) else []), config.resolved.get("resume")]
+    paths = [Path(text).expanduser() for text in named if isinstance(text, str) and "/" in text]
+    # Of a folder that the run will make below this one, that which it is made in, perhaps behind a link.
+    below = [path for path in paths if not (path.is_absolute() or ".." in path.parts)]
+    made_in = (next(filter(Path.exists, (path, *path.parents))) for path in below)
+    used = [Path.cwd(), user_cache(), *filter(Path.exists, paths), *made_in]
+    if outputs:
+        used.append(outputs)
+    if not _is_installed():
+        used.append(PACKAGE.parent)
+    return outermost(real for path in used for real in (path.absolute(), path.resolve()))  # what links lead to, too
+
+
+def in_container(step: Step, container: Container, shape: Shape, used: Sequence[Path]) -> Step:
+    """Return a step whose ranks run in the container; without an image the step is unchanged.
+
+    The command of the step must begin with a Python interpreter. The folders ``used`` come from
+    :func:`mounted_folders`.
+    """
+    if container.image is None:
+        return step
+    path = _INSTALLED.parent if _is_installed() else PACKAGE.parent
+    variables = [f"{VARIABLE}={container.image}", f"PYTHONPATH={path}", f"{search_path.FOLDER}={Path.cwd()}"]
+    command = ["env", *variables, container.python, *step.command[1:]]
+    mounts, workdir = _mounts(container, used), container.workdir or str(Path.cwd())
+    if container.kind == "apptainer":
+        flags = [*(["--nv"] if shape.gpus_per_node else []), *(f"--bind={mount}" for mount in mounts)]
+        outer = ["apptainer", "exec", *flags, f"--pwd={workdir}", *container.args, container.image]
+        return replace(step, command=[*outer, *command])
+    flags = [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"]
+    flags += [f"--container-workdir={workdir}", *container.args]
+    return replace(step, command=command, flags=[*step.flags, *flags])
+
+
+def outermost(paths: Iterable[Path]) -> list[Path]:
+    """Return the folders that are not inside others."""
+    ordered = sorted(set(paths))
+    return [path for path in ordered if not any(other in path.parents for other in ordered)]
+
+
 def _gpus(cluster: Slurm, device: str, partitions: Sequence[Partition]) -> int:
     if cluster.gpus_per_node != "auto":
         return cluster.gpus_per_node
@@ -240,3 +323,18 @@ def _quoted(option: str) -> str:
     flag, equals, value = option.partition("=")
     escaped = value.replace("\\", "\\\\")
     return f"{flag}={shlex.quote(escaped)}" if equals else flag
+
+
+def _mounts(container: Container, used: Iterable[Path]) -> list[str]:
+    typed = []
+    for mount in container.mounts:
+        source, _, target = mount.removesuffix(":ro").partition(":")
+        outside = str(Path(source).expanduser())
+        typed.append(f"{outside}:{target or outside}{':ro' * mount.endswith(':ro')}")
+    installed = [f"{PACKAGE}:{_INSTALLED}"] if _is_installed() else []
+    return [*(f"{path}:{path}" for path in used), *installed, *typed]
+
+
+def _is_installed() -> bool:
+    """Return whether ptdbench is installed, rather than run from a checkout, which has ``train.py`` beside it."""
+    return not PACKAGE.with_name("train.py").exists()

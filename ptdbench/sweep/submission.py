@@ -23,8 +23,8 @@ from ptdbench.records.run_record import NOT_SUBMITTED
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.hydra_options import OPTIONS
 from ptdbench.setup.runs import Run, Shape
-from ptdbench.sweep import container, resources, status
-from ptdbench.sweep.resources import Output, Step
+from ptdbench.sweep import resources, status
+from ptdbench.sweep.resources import Output, Step, in_container, mounted_folders, outermost
 from ptdbench.terminal import echo, plural
 
 #: Name of a rank's log, without ``.out`` or ``.err``, with SLURM's patterns for the ids of job and task.
@@ -118,7 +118,7 @@ class Array:
     def used(self) -> list[Path]:
         """The folders of this machine that the runs use, to be mounted in their container."""
         runs = chain.from_iterable(self.jobs)
-        return container.outermost(path for run in runs for path in container.folders(run.config, self.sweep))
+        return outermost(path for run in runs for path in mounted_folders(run.config, self.sweep))
 
     def script(self, options: Mapping[str, Any]) -> str:
         """Return the script; ``options`` are the launcher's own, see :data:`ptdbench.setup.hydra_options.OPTIONS`."""
@@ -166,7 +166,7 @@ class Array:
         out, errors = (self._by_pattern(folder / f"{LOG}.{kind}") for kind in ("out", "err"))
         command = [sys.executable, "-u", *search_path.module("ptdbench"), "run"]
         flags = ["--unbuffered", "--open-mode=append", f"--output={out}", f"--error={errors}"]
-        return container.enter(Step(command, flags, operand=directory), self.cluster.container, self._shape, self.used)
+        return in_container(Step(command, flags, operand=directory), self.cluster.container, self._shape, self.used)
 
     def _by_pattern(self, path: Path) -> str:
         """Return a path with SLURM's patterns: in an array, ``%j`` does not name the element."""
@@ -179,11 +179,7 @@ def _in_script(path: str) -> str:
 
 
 def check_path(sweep_directory: Path) -> None:
-    """Refuse the directory of a sweep whose path SLURM would read as a pattern, or as lines.
-
-    Raises:
-        ConfigError: It is one.
-    """
+    """Raise ConfigError for the directory of a sweep whose path SLURM would read as a pattern, or as lines."""
     path = str(sweep_directory.resolve())
     if "%" in path or "\\" in path or terminal.has_controls(path):
         rule = r"%, \ and line breaks in the path of a job's output mean something else to SLURM"

@@ -32,8 +32,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from ptdbench import cache, search_path
-from ptdbench.files import write_json
+from ptdbench import search_path
+from ptdbench.files import user_cache, write_json
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.virtual import elf, selftest
 from ptdbench.virtual.device import Device
@@ -112,7 +112,7 @@ def build() -> Path:
         ConfigError: There is no compiler, no CUDA build of torch, no writable folder, or the platform is not supported.
     """
     torch = _installed()
-    folder = cache.user_cache() / "virtual" / _key(torch)
+    folder = user_cache() / "virtual" / _key(torch)
     if re.search(r"[\s:;]", str(folder)):  # the linker would load nothing, and torch would find no driver
         rule = "the dynamic linker takes no blank, colon or semicolon in the path of the library"
         raise _problem("virtual", str(folder), rule, "set XDG_CACHE_HOME to another folder")

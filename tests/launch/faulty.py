@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ptdbench.launch import forced_exit
+from ptdbench.launch import lifetime
 
 #: The words of a command line for it, without how it fails.
 FAULTY = (
@@ -73,7 +73,7 @@ class Faulty(nn.Module):
         return outputs
 
     def _end_on_all(self) -> None:
-        forced_exit.SECONDS = 1.0  # so that tests wait for less
+        lifetime.EXIT_SECONDS = 1.0  # so that tests wait for less
         if self.how == "exit":
             os._exit(0)
         if self.how == "atexit":

@@ -1,5 +1,6 @@
 """Where ranks meet, from their environment alone."""
 
+import socket
 from dataclasses import replace
 from functools import partial
 
@@ -106,3 +107,10 @@ def test_derived_port_stays_below_the_ephemeral_ones(ephemeral, kernel, end):
     ports = {port(FAR["srun"], SLURM | {"SLURM_JOB_ID": str(job)}) for job in range(2000)}
     assert min(ports) >= 10000
     assert end - 0.05 * (end - 10000) < max(ports) < end  # 2,000 draws come close to it
+
+
+@pytest.mark.parametrize(("host", "listens"), [("127.0.0.1", "127.0.0.1"), (socket.gethostname(), "0.0.0.0")])
+def test_rank_0_is_reached_by_an_address_of_others(host, listens):
+    _, descriptor = address.listen(host, 0, on_all=True)
+    with socket.socket(fileno=descriptor) as listener:
+        assert listener.getsockname()[0] == listens

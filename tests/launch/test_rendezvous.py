@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -269,3 +270,17 @@ def test_store_answers_for_absent_ranks():
     assert not store.check(["a rank has failed"])
     store.set("mine", "1")
     assert (store.get("mine"), store.check(["mine"])) == (b"1", True)
+
+
+def test_name_of_a_container_that_starts_later_is_awaited(monkeypatch):
+    outcomes = iter([socket.gaierror(-2, "unknown"), None])
+
+    def resolve(*_: object) -> None:
+        if error := next(outcomes):
+            raise error
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    rendezvous._resolve("later", 1, until=time.monotonic() + 0.2)
+    outcomes = iter([socket.gaierror(-2, "unknown")])
+    with pytest.raises(socket.gaierror, match="unknown"):
+        rendezvous._resolve("never", 1, until=0.0)

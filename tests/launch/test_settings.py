@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from ptdbench.launch import settings
 from ptdbench.launch.settings import (
     bind_cores,
     defer_sanitizer,
@@ -124,6 +125,30 @@ def test_cores_of_a_node_are_shared(of_ranks, wanted, found):
 @pytest.mark.parametrize(("quota", "threads"), [(math.inf, 2), (3.5, 1), (0.5, 1)])
 def test_cpu_quota_is_shared(quota, threads):
     assert share_cores([FOUR, FOUR], 1, "auto", quota) == (threads, None)
+
+
+@pytest.mark.parametrize(("membership", "files", "cores"), [
+    ("0::/pod/one\n", {"pod/one/cpu.max": "250000 100000\n", "pod/cpu.max": "max 100000\n"}, 2.5),
+    ("0::/pod/one\n", {"pod/one/cpu.max": "max 100000\n", "pod/cpu.max": "50000 100000\n"}, 0.5),
+    ("0::/\n", {"cpu.max": "800000 100000\n"}, 8),
+    (
+        "4:cpu,cpuacct:/job\n0::/\n",
+        {"cpu/job/cpu.cfs_quota_us": "-1\n", "cpu/job/cpu.cfs_period_us": "100000\n",
+         "cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+        4,
+    ),
+    ("4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "1\n"}, math.inf),
+    (None, {}, math.inf),
+])  # fmt: skip
+def test_cpu_quota_is_the_least_of_all_groups(tmp_path, monkeypatch, membership, files, cores):
+    monkeypatch.setattr(settings, "CGROUPS", tmp_path)
+    monkeypatch.setattr(settings, "CGROUP_OF_PROCESS", tmp_path / "membership")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    if membership is not None:
+        (tmp_path / "membership").write_text(membership)
+    assert settings.cpu_quota() == cores
 
 
 binds = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind processes to cores")

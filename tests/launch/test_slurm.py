@@ -254,3 +254,27 @@ def test_job_id_is_found_after_a_sites_messages(fake, said):
     fake("sbatch", "cat > /dev/null; echo no")
     with pytest.raises(SlurmError, match="sbatch did not say the id of the job: no"):
         commands.submit(script())
+
+
+#: As ``scontrol show hostnames`` of Slurm 22.05 prints them, but for names that go on after brackets, which it refuses.
+HOST_LISTS = {
+    "login,gpu[1-2]": "login gpu1 gpu2",
+    "gpu[01-03,7]": "gpu01 gpu02 gpu03 gpu7",
+    "x[1-2]y[08-10]": "x1y08 x1y09 x1y10 x2y08 x2y09 x2y10",
+    "n[9-11],n[009-10]": "n9 n10 n11 n009 n010",
+    "n[2,1,1],[1-2],,b,b,": "n2 n1 n1 1 2 b b",
+    "": "",
+    "gpu[01-03,7]-ib,cpu[1-2]": "gpu01-ib gpu02-ib gpu03-ib gpu7-ib cpu1 cpu2",
+    "rack[0-1]node[1-2].site": "rack0node1.site rack0node2.site rack1node1.site rack1node2.site",
+}
+
+
+@pytest.mark.parametrize(("text", "hosts"), HOST_LISTS.items())
+def test_host_list_is_expanded_as_by_scontrol(text, hosts):
+    assert commands.expand_hosts(text) == hosts.split()
+
+
+@pytest.mark.parametrize("text", ["n[1", "n[1-2", "a,n[1", "n[1-]", "n[-2]", "n[1-2-3]", "n[a-b]"])
+def test_malformed_host_list_is_refused(text):
+    with pytest.raises(ValueError, match="is not a list of hosts"):
+        commands.expand_hosts(text)

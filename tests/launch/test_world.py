@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from ptdbench.launch.world import LAUNCHERS, Place, World, discover, local_environments
+from ptdbench.launch.world import LAUNCHERS, Place, World, discover, local_environments, tasks_per_node
 from tests.refusals import Abridged, refusal_of
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "a1", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -118,8 +118,9 @@ def test_missing_variable_is_named(launcher, missing):
     assert refused(environ) == Abridged(told)
 
 
-@pytest.mark.parametrize("listed", ["", "2(x3", "2(x3)"])  # the last one knows three nodes, and this is the fourth
+@pytest.mark.parametrize("listed", ["", "x3", "2(x3", "2(3)", "2,,1", "-1", "2 (x3)", "2(x3)"])
 def test_malformed_tasks_per_node_are_refused(listed):
+    """The last one is of three nodes, and this is the fourth."""
     told = f"SLURM_STEP_TASKS_PER_NODE={listed or '(not set)'}: srun must have set it …; this is node 3; …"
     assert refused(SRUN | {"SLURM_STEP_TASKS_PER_NODE": listed}) == Abridged(told)
 
@@ -180,3 +181,10 @@ def test_pretended_nodes_and_absent_ranks_are_in_the_environment():
     assert [place["GROUP_RANK"] for place in places] == ["0", "16", "31"]
     assert [place["OTHER"] for place in places] == ["1"] * 3
     assert where.loading == {"LD_PRELOAD": "a.so"}
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("16(x1)", [16]), ("1(x2),1,3(x2)", [1, 1, 1, 3, 3])]
+)
+def test_tasks_per_node(text, counts):
+    assert tasks_per_node(text) == counts

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from ptdbench.launch import cgroups
+from ptdbench.launch import settings
 from ptdbench.measure import memory
 from ptdbench.measure.memory import HostMemory, host_memory
 
@@ -92,9 +92,9 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 @pytest.fixture
 def control_groups(monkeypatch, tmp_path):
     """The folder of control groups, and the file that says which ones this process is in."""
-    monkeypatch.setattr(cgroups, "ROOT", tmp_path / "groups")
-    monkeypatch.setattr(cgroups, "MEMBERSHIP", tmp_path / "membership")
-    return cgroups.ROOT, cgroups.MEMBERSHIP
+    monkeypatch.setattr(settings, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(settings, "CGROUP_OF_PROCESS", tmp_path / "membership")
+    return settings.CGROUPS, settings.CGROUP_OF_PROCESS
 
 
 @pytest.mark.parametrize(("groups", "membership", "total", "available"), [

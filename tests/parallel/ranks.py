@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ptdbench.launch import gloo, local
+from ptdbench.launch import local, rendezvous
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.mesh import Mesh
 
@@ -67,7 +67,7 @@ def each(body: Callable[..., Any], cases: Iterable[Any]) -> dict[Any, Any]:
 def _in_rank(environ: Mapping[str, str], folder: Path, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     gc.unfreeze = lambda: None  # as tests/shared_ranks.py, where several runs follow each other
-    gloo.give_one_thread()
+    rendezvous.give_gloo_one_thread()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     try:

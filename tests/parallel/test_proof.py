@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ptdbench import cache
 from ptdbench.parallel import proof
 from tests.models import users
 from tests.models.test_plans import ATTENTION, MLP, TOKENS, adapted
@@ -31,7 +30,7 @@ def process():
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(cache, "user_cache_path", lambda _: tmp_path)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path)
 
 
 def proven(plan=None, kind=users.Attention, ranks=2, change=lambda _: None):

@@ -183,7 +183,7 @@ def test_a_measured_run_says_how_far_its_prediction_was_off():
     predicted = {"step_seconds": 0.1, "samples_per_second": 200.0, "anchor": "outputs/b"}  # measured: 250 samples/s
     text = "the predicted step, 100 ms (level set by outputs/b), is 25.0% longer than measured"
     assert virtual.as_predicted(run(predicted=predicted)) == text
-    assert f"ddp: {text}" in steps.remarks(run(predicted=predicted), "ddp")
+    assert f"ddp: {text}" in steps.step_remarks(run(predicted=predicted), "ddp")
     assert virtual.as_predicted(run()) is None
 
 

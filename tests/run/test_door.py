@@ -48,7 +48,7 @@ def before_the_ranks(tmp_path, monkeypatch) -> list[tuple[str, str]]:
 
     monkeypatch.setattr(local, "start", start)
     monkeypatch.setattr(entry, "prepare_ranks", lambda _: None)
-    monkeypatch.setattr(entry.forced_exit, "exit_soon", lambda: None)
+    monkeypatch.setattr(entry.lifetime, "exit_soon", lambda: None)
     monkeypatch.setattr(local, "stop_on_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", ["train.py", "model=toy", "device=cpu"])
     monkeypatch.chdir(tmp_path)

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from ptdbench.job import Outcome
 from ptdbench.launch import local, rendezvous
 from ptdbench.launch.local import Stopped
-from ptdbench.launch.world import KNOWN, World
+from ptdbench.launch.world import ALL_LAUNCHERS, World
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import Failure
 from ptdbench.records.ownership import Attempt
-from ptdbench.run import door, ending, rank
+from ptdbench.run import door, ending, ranks
 from ptdbench.setup import config, training_spec
 from tests.conftest import composed
 from tests.shared_ranks import carry_out
@@ -31,7 +31,7 @@ NODE_LOST = Failure(rank=-1, type="NODE_FAIL", message="n2 is down", traceback="
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    monkeypatch.setitem(KNOWN, "torchrun", replace(KNOWN["torchrun"], linger_seconds=0.0))
+    monkeypatch.setitem(ALL_LAUNCHERS, "torchrun", replace(ALL_LAUNCHERS["torchrun"], linger_seconds=0.0))
     monkeypatch.setattr(local, "ignore_signals", lambda: None)  # in the tests' own process
     return tmp_path
 
@@ -88,9 +88,9 @@ def test_a_refusal_by_one_rank_of_a_launch_ends_the_run_in_all_of_them_and_is_re
         if place.rank:
             raise lack
 
-    monkeypatch.setattr(rank, "_built", built)
+    monkeypatch.setattr(ranks, "_built", built)
     with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(rank.of_launcher, world(number), attempt(directory), None, None) for number in (0, 1)]
+        calls = [threads.submit(ranks.of_launcher, world(number), attempt(directory), None, None) for number in (0, 1)]
         assert [call.result() for call in calls] == [None, None]
     assert store.load_record(directory)["error"]["message"] == f"rank=1: {lack}"
 
@@ -115,7 +115,7 @@ def test_failure_before_the_rendezvous_is_recorded(directory, monkeypatch):
     monkeypatch.setattr(door, "discover", lambda _: world(1))
     monkeypatch.setattr(rendezvous, "launch_name", lambda _: "this")
     monkeypatch.setattr(rendezvous, "export", lambda *_: None)
-    monkeypatch.setattr(rank, "_built", Mock(side_effect=RuntimeError("no such layer")))
+    monkeypatch.setattr(ranks, "_built", Mock(side_effect=RuntimeError("no such layer")))
     with pytest.raises(SystemExit):
         door.run(directory)
     error = store.load_record(directory)["error"]

@@ -179,7 +179,7 @@ def test_what_earlier_tries_found_counts_for_the_same_ranks(tmp_path, room):
     assert len([*tmp_path.glob("tries/*/record.json")]) == 4
     finder = idle(tmp_path, read(*TOY, "train.global_batch=16", "train.micro_batch=max"))
     assert finder.reuse(16) is None
-    assert size_of(finder.reuse(8)) == 8
+    assert finder.reuse(8)["layout"]["micro_batch"] == 8
 
 
 def test_ranks_of_a_job_go_on_with_what_its_script_has_found():

@@ -12,14 +12,14 @@ from ptdbench.records import store
 from ptdbench.report.labels import titles
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import blocks
-from ptdbench.sweep.agenda import Agenda, SweepEta
+from ptdbench.sweep.execution import Agenda, SweepEta
 from tests.refusals import Abridged, refusal_of
 from tests.report.made import made
 
 
 def test_repeats_share_a_title_and_a_search_knows_no_number(asked, monkeypatch, tmp_path):
     eta, counts = SweepEta(asked("seed=0", "repeat.runs=50")), []
-    monkeypatch.setattr("ptdbench.sweep.agenda.titles", lambda drafts: counts.append(len(drafts)) or titles(drafts))
+    monkeypatch.setattr("ptdbench.sweep.execution.titles", lambda drafts: counts.append(len(drafts)) or titles(drafts))
     assert [eta.heading(number).title for number in range(3)] == ["toy ddp"] * 3
     assert counts == [1]
     runs = asked("seed=0,1")

@@ -9,8 +9,8 @@ import pytest
 
 from ptdbench.setup.config import Config, Container
 from ptdbench.setup.runs import Shape
-from ptdbench.sweep import container
-from ptdbench.sweep.resources import Step
+from ptdbench.sweep import resources
+from ptdbench.sweep.resources import Step, mounted_folders
 from tests.conftest import ROOT, read
 
 STEP = Step(["/venv/bin/python", "-u", "-m", "tool"], ["--unbuffered"])
@@ -32,7 +32,7 @@ def asked(**options: Any) -> Container:
 
 
 def entered(options: Container, shape: Shape = ON_CPUS, used: tuple[str, ...] = ("/work",)) -> Step:
-    return container.enter(STEP, options, shape, [Path(path) for path in used])
+    return resources.in_container(STEP, options, shape, [Path(path) for path in used])
 
 
 def inside(image: str) -> list[str]:
@@ -61,7 +61,7 @@ class TestEnter:
         assert entered(asked(image=None)) is STEP
         # The other packages of the machine are not those of the image.
         package = tmp_path / "site-packages" / "ptdbench"
-        monkeypatch.setattr(container, "PACKAGE", package)
+        monkeypatch.setattr(resources, "PACKAGE", package)
         step = entered(asked())
         assert f"{package}:/opt/ptdbench/ptdbench" in step.flags[2]
         assert step.command[2] == "PYTHONPATH=/opt/ptdbench"
@@ -81,26 +81,26 @@ class TestFolders:
 
     def test_what_runs_use(self, read, tmp_path):
         of_user = tmp_path.parent / f"{tmp_path.name}-cache" / "ptdbench"
-        found = container.folders(read(), Path("/sweeps/today"))
+        found = mounted_folders(read(), Path("/sweeps/today"))
         assert set(found) == {ROOT, tmp_path, of_user, Path("/sweeps/today")}
         assert of_user.is_dir()  # what is mounted must exist
-        assert tmp_path / "outputs" / "x" not in container.folders(read(), tmp_path / "outputs" / "x")  # with tmp_path
-        assert container.folders(read("cluster.container.image=null"), Path("/sweeps/today")) == []
+        assert tmp_path / "outputs" / "x" not in mounted_folders(read(), tmp_path / "outputs" / "x")  # with tmp_path
+        assert mounted_folders(read("cluster.container.image=null"), Path("/sweeps/today")) == []
 
     def test_data_also_behind_a_link_or_still_to_be_made(self, read, tmp_path):
         books = tmp_path.parent / f"{tmp_path.name}-books"
         books.mkdir()
-        mounted = container.folders(read("data=text", f"data.path={books}", "data.tokenizer=/no/such/file"), None)
+        mounted = mounted_folders(read("data=text", f"data.path={books}", "data.tokenizer=/no/such/file"), None)
         assert books in mounted
         assert not {Path("/no/such/file"), Path("/")} & {*mounted}
         (tmp_path / "link").symlink_to(books)
         for path in ("link/to/be/made", "./link"):
-            assert books in container.folders(read("data=cifar10", f"data.root={path}"), None)
+            assert books in mounted_folders(read("data=cifar10", f"data.root={path}"), None)
 
 
 class TestRefused:
     def told(self, srun: str, **options: Any) -> list[str]:
-        return [str(problem) for problem in container.check(asked(**options), lambda: srun)]
+        return [str(problem) for problem in resources.check_container(asked(**options), lambda: srun)]
 
     def test_pyxis_that_is_not_there(self):
         rule = "cluster.container.kind=pyxis: is a plugin of SLURM, which srun does not have here; try apptainer"

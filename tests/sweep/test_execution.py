@@ -10,7 +10,7 @@ from ptdbench.launch import local
 from ptdbench.records import store
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import execution
-from ptdbench.sweep.agenda import Agenda
+from ptdbench.sweep.execution import Agenda
 
 #: Stands for the process of a run: notes what it is given, has its sweep stopped as by Ctrl-C, and saves when told.
 SAVES_WHEN_TOLD = """

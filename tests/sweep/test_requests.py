@@ -82,7 +82,7 @@ class TestRefused:
 
 def test_on_this_machine_a_run_has_no_shape_and_the_world_must_be_the_one_that_is_asked_for():
     def of_machine(*overrides, world=None):
-        return requests.of_machine(compose_all(["model=toy", "device=cpu", *overrides], multirun=True), world)
+        return requests.specified(compose_all(["model=toy", "device=cpu", *overrides], multirun=True), world)
 
     assert [(request.shape, request.refused) for request in of_machine()] == [(None, None)]
     world = World(0, 4, 0, 2, "srun", nodes=2)
@@ -97,11 +97,11 @@ def test_a_run_that_goes_on_in_its_place_does_not_need_what_it_began_with_once_i
     composed = compose_all(["model=toy", "device=cpu", f"resume={tmp_path}/gone"], multirun=True)
     model = composed.configs[0].resolved["model"]
     with pytest.raises(ConfigError, match=r"/gone: holds no complete checkpoint"):
-        requests.of_machine(composed, None, tmp_path)
+        requests.specified(composed, None, tmp_path)
     checkpoint_dir.begin(partial := checkpoint_dir.partial(tmp_path, 1))
     checkpoint_dir.write_manifest(partial, Manifest(1, 1, model, {}, {}, "", 0.0))
     checkpoint_dir.publish(partial)
-    assert requests.of_machine(composed, None, tmp_path)[0].refused is None
+    assert requests.specified(composed, None, tmp_path)[0].refused is None
 
 
 def test_of_a_sweep_that_goes_on_only_runs_that_begin_need_what_it_began_with(tmp_path):
@@ -109,7 +109,7 @@ def test_of_a_sweep_that_goes_on_only_runs_that_begin_need_what_it_began_with(tm
     composed = compose_all([*TOY, f"resume={tmp_path}/gone"], multirun=True)
     assert requests.of_cluster(composed, tmp_path)[0].refused is None
     here = compose_all(["model=toy", "device=cpu", f"resume={tmp_path}/gone"], multirun=True)
-    assert requests.of_machine(here, None, tmp_path)[0].refused is None
+    assert requests.specified(here, None, tmp_path)[0].refused is None
 
 
 @pytest.mark.parametrize(("template", "name"), [

@@ -20,7 +20,7 @@ from ptdbench.records import ledger, store
 from ptdbench.setup import resume
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import execution, status, submission, watch
-from ptdbench.sweep.agenda import Agenda
+from ptdbench.sweep.execution import Agenda
 from ptdbench.sweep.submission import Array, arrays
 from tests.refusals import Abridged, refusal_of
 

@@ -1,10 +1,15 @@
-"""Ranks that a launcher started: rank 0 alone reads the command line, and tells the others which run is next."""
+"""Ranks that a launcher started: recognized, and told by rank 0, which alone reads the command line, what to run next.
+
+Nothing here imports torch before ranks meet.
+"""
 
 import os
+import socket
+from collections.abc import Iterable, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-from ptdbench.launch.world import World, discover
+from ptdbench.launch.world import BY_HAND, LAUNCHERS, World, discover
 from ptdbench.problems import ConfigError
 
 #: Sent by rank 0 after the last run, in place of a directory.
@@ -12,6 +17,32 @@ _END = ""
 
 #: The number of the command in this process, and of the last message within it.
 _place = [0, 0]
+
+
+def recognize(environ: MutableMapping[str, str], words: Iterable[str]) -> None:
+    """Mark this process as a rank if one of the words is ``cluster=env``; torchrun's own ranks stay torchrun's.
+
+    Its launcher sets the variables that torch's ``env://`` reads, and none of its own. Such variables are often stale,
+    so they count only if ``cluster=env`` is typed as a word of the command line: ranks other than 0 compose no
+    configuration.
+
+    Raises:
+        ConfigError: A variable is missing or wrong, or the ranks do not find each other.
+    """
+    if "cluster=env" in words:
+        environ[BY_HAND] = "1"
+    row = LAUNCHERS["env"]
+    if not row.started(environ) or environ.get(row.local_size) or LAUNCHERS["torchrun"].started(environ):
+        return
+    environ[row.local_size] = environ.get(row.size, "")  # until they have met
+    world = discover(environ)
+    if world and world.size > 1:
+        from ptdbench.launch import rendezvous  # it imports torch
+
+        store, host = rendezvous.store(), socket.gethostname()
+        store.set(f"host {world.rank}", host)
+        hosts = store.multi_get([f"host {rank}" for rank in range(world.size)])
+        environ[row.local_size] = str(hosts.count(host.encode()))
 
 
 def begin() -> None:

@@ -1,13 +1,11 @@
 """Ranks that only torch's own variables describe, from their environment to the rendezvous."""
 
 import socket
-import time
 from types import SimpleNamespace
 
-import pytest
-
-from ptdbench.launch import address, by_hand, rendezvous
+from ptdbench.launch import rendezvous
 from ptdbench.launch.world import World, discover
+from ptdbench.run import launched
 from tests.launch.test_world import TORCHRUN
 from tests.refusals import Abridged, refusal_of
 
@@ -15,7 +13,7 @@ RANK_1 = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "127
 
 
 def recognized(environ: dict[str, str], *words: str) -> World | None:
-    by_hand.recognize(environ, words)
+    launched.recognize(environ, words)
     return discover(environ)
 
 
@@ -41,24 +39,3 @@ def test_typed_words_decide_and_a_missing_or_stale_variable_is_named():
     stale = RANK_1 | {"RANK": "7"}
     told = "env=PTDBENCH_ENV=1 RANK=7 WORLD_SIZE=3 …: must satisfy 0 <= rank < world size …; set it for every rank …"
     assert refusal_of(recognized, stale, "cluster=env") == Abridged(told)
-
-
-def test_name_of_a_container_that_starts_later_is_awaited(monkeypatch):
-    outcomes = iter([socket.gaierror(-2, "unknown"), None])
-
-    def resolve(*_: object) -> None:
-        if error := next(outcomes):
-            raise error
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    rendezvous._resolve("later", 1, until=time.monotonic() + 0.2)
-    outcomes = iter([socket.gaierror(-2, "unknown")])
-    with pytest.raises(socket.gaierror, match="unknown"):
-        rendezvous._resolve("never", 1, until=0.0)
-
-
-@pytest.mark.parametrize(("host", "listens"), [("127.0.0.1", "127.0.0.1"), (socket.gethostname(), "0.0.0.0")])
-def test_rank_0_is_reached_by_an_address_of_others(host, listens):
-    _, descriptor = address.listen(host, 0, on_all=True)
-    with socket.socket(fileno=descriptor) as listener:
-        assert listener.getsockname()[0] == listens
