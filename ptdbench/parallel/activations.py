@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from ptdbench.kernels.wrapping import wrap_forward
+from ptdbench.models.protocol import wrap_forward
 from ptdbench.models.state import ModuleState, has_state
 from ptdbench.parallel.offloading import Offloading
 from ptdbench.problems import at_least, require

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from ptdbench.kernels.copies import Copies
-from ptdbench.kernels.enable import enable
-from ptdbench.kernels.wide_gradients import enable_wide_gradients
-from ptdbench.kernels.wrapping import wrap_forward
+from ptdbench.kernels.batchnorm import synchronize_batchnorm
+from ptdbench.kernels.copies import Copies, enable_wide_gradients
+from ptdbench.kernels.linear_cross_entropy import fuse_heads
 from ptdbench.models.experts import Router
 from ptdbench.models.materialize import materialize
-from ptdbench.models.protocol import Model
+from ptdbench.models.protocol import Model, wrap_forward
 from ptdbench.parallel import context, experts, fp8, tensor
 from ptdbench.parallel.compile import compile_parts, parts_outside_layers
 from ptdbench.parallel.ddp import replicate
@@ -36,13 +35,9 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     # Before any transform, and only if the parts matter: for a user's own module, finding them takes a trace.
     needs_parts = setting.compile or is_narrow or is_sharded
     parts = list((model.parts() or {}).values()) if needs_parts else []
-    device, fill = setting.device, partial(_fill, model, setting)
+    fill = partial(_fill, model, setting)
     # First replace modules inside layers: all later transforms wrap them.
-    synchronized = setting.mesh.dp.get_group() if options.sync_batchnorm and (is_sharded or is_replicated) else None
-    enable(module, setting.kernels, synchronized, device)
-    if setting.precision in fp8.RECIPES:
-        rows = setting.layout.micro_batch * setting.positions // dims.context
-        fp8.convert(layers, setting.precision, sharded=is_sharded, rows=rows)
+    _replace_modules(module, layers, setting, options)
     if ranks := setting.mesh["cp"]:
         context.exchange(model, module, ranks, options.context_method)
     # Before anything wraps or reads the weights: both transforms replace them, tensor parallelism those that remain.
@@ -83,6 +78,18 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     if is_replicated:
         part = replicate(module, setting, options)
     return _completed(part, shared, setting, options, copies)
+
+
+def _replace_modules(module: nn.Module, layers: Sequence[nn.Module], setting: Setting, options: Options) -> None:
+    """Replace batch norms and heads of a module, and linear layers of its layers, by those of the setting."""
+    dims = setting.layout.dims
+    if options.sync_batchnorm and (options.shards(dims) or options.replicates(dims)):
+        synchronize_batchnorm(module, setting.mesh.dp.get_group(), setting.device, setting.kernels)
+    if setting.kernels == "fused":
+        fuse_heads(module)
+    if setting.precision in fp8.RECIPES:
+        rows = setting.layout.micro_batch * setting.positions // dims.context
+        fp8.convert(layers, setting.precision, sharded=options.shards(dims), rows=rows)
 
 
 def _narrowed(module: nn.Module, units: Sequence[nn.Module], setting: Setting, options: Options) -> Copies | None:

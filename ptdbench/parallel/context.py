@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
-from ptdbench.kernels.wrapping import wrap_forward
-from ptdbench.models.protocol import Model, roles_of
+from ptdbench.models.protocol import Model, roles_of, wrap_forward
 from ptdbench.parallel import ring
 from ptdbench.parallel.engine import Engine, Scale
 from ptdbench.parallel.options import Method

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ptdbench.kernels.choice import Kernels
+from ptdbench.kernels import Kernels
 from ptdbench.kernels.copies import copied_weights
 from ptdbench.models.protocol import Model, members, module_of
 from ptdbench.optim.groups import Rule, rules

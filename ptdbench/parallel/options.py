@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from ptdbench.kernels.choice import Kernels
+from ptdbench.kernels import Kernels
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Degrees, Dims, Size, auto_degrees
 from ptdbench.parallel.pipeline_schedules import SCHEDULES, PipelineSchedule

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.measure import hardware, products
+from ptdbench.models.protocol import wrap_forward
 from ptdbench.parallel import fp8
 
 Name = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp8_tensorwise"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ptdbench.kernels.choice import Kernels
+from ptdbench.kernels import Kernels
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.compile import Compile

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.kernels.copies import Copies
-from ptdbench.kernels.wrapping import wrap_forward
+from ptdbench.models.protocol import wrap_forward
 from ptdbench.parallel.activations import Keep, Offload, Recompute, Selective
 from ptdbench.parallel.compile import compile_parts
 from ptdbench.parallel.offloading import _Run

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import PrepareModuleOutput, RowwiseParallel
 from torch.nn.utils import get_total_norm
 
-from ptdbench.kernels.choice import Kernels
+from ptdbench.kernels import Kernels
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel import apply, context, engine, fsdp, tensor, zero
 from ptdbench.parallel import pipeline_engine as pipelined
