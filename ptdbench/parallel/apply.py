@@ -15,7 +15,7 @@ from ptdbench.kernels.linear_cross_entropy import fuse_heads
 from ptdbench.models.experts import Router
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model, wrap_forward
-from ptdbench.parallel import context, experts, fp8, tensor
+from ptdbench.parallel import context, experts, precision, tensor
 from ptdbench.parallel.compile import compile_parts, parts_outside_layers
 from ptdbench.parallel.ddp import replicate
 from ptdbench.parallel.engine import LaidOutModule
@@ -87,9 +87,9 @@ def _replace_modules(module: nn.Module, layers: Sequence[nn.Module], setting: Se
         synchronize_batchnorm(module, setting.mesh.dp.get_group(), setting.device, setting.kernels)
     if setting.kernels == "fused":
         fuse_heads(module)
-    if setting.precision in fp8.RECIPES:
+    if setting.precision in precision.FP8_RECIPES:
         rows = setting.layout.micro_batch * setting.positions // dims.context
-        fp8.convert(layers, setting.precision, sharded=options.shards(dims), rows=rows)
+        precision.convert_to_fp8(layers, setting.precision, sharded=options.shards(dims), rows=rows)
 
 
 def _narrowed(module: nn.Module, units: Sequence[nn.Module], setting: Setting, options: Options) -> Copies | None:
@@ -106,7 +106,7 @@ def _fill(model: Model, setting: Setting, part: nn.Module, prefix: str = "") -> 
     """Materialize a part, given the prefix of its names; tensors keep this rank's part of the initial values."""
 
     def placed(meta: Tensor, values: Tensor) -> Tensor:
-        return fp8.wrapped_as(meta, tensor.placed(meta, values))
+        return precision.wrapped_like(meta, tensor.placed(meta, values))
 
     materialize(model, part, prefix=prefix, device=setting.device, seed=setting.seed, placed=placed)
 
@@ -121,9 +121,9 @@ def _completed(
     if copies:
         begins.append(copies.begin)
         settles.append(copies.end)
-    if fp8.is_gathered(setting.precision, sharded=options.shards(dims)):
-        begins.append(lambda _: fp8.agree(part.module))
-        settles.append(partial(fp8.forget, part.module))
+    if precision.gathers_fp8(setting.precision, sharded=options.shards(dims)):
+        begins.append(lambda _: precision.agree_on_scales(part.module))
+        settles.append(partial(precision.forget_scales, part.module))
     if dims.tensor > 1:
         settles.append(partial(tensor.add_up_partial, list(part.module.parameters())))
         part = replace(part, around=loss_parallel)  # for losses that are not ours
