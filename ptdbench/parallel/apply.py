@@ -17,12 +17,11 @@ from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model, wrap_forward
 from ptdbench.parallel import context, experts, precision, tensor
 from ptdbench.parallel.compile import compile_parts, parts_outside_layers
-from ptdbench.parallel.ddp import replicate
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.fsdp import shard
-from ptdbench.parallel.options import Options
+from ptdbench.parallel.options import Options, Setting
 from ptdbench.parallel.precision import DTYPES, cast_inputs
-from ptdbench.parallel.setting import Setting
+from ptdbench.parallel.replicas import replicate
 
 
 def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -> LaidOutModule:

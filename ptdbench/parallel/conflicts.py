@@ -11,8 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ptdbench.models.protocol import Model, Role, members, module_of, roles_of
 from ptdbench.parallel import experts, tensor
 from ptdbench.parallel.activations import Selective
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims, divisors
+from ptdbench.parallel.dims import BatchPlan, Dims, divisors
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_schedules import SCHEDULES, SPLITS_SINCE, rounds
 from ptdbench.parallel.pipeline_stages import split_stages

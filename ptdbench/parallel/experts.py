@@ -24,8 +24,7 @@ from ptdbench.launch import stacks
 from ptdbench.local_part import local_part
 from ptdbench.models.experts import Experts, Router, places_in, take
 from ptdbench.models.protocol import Model, module_of, roles_of, wrap_forward
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.dims import BatchPlan, Dims
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.tensor import spread
 from ptdbench.profiling.events import COMBINE, DISPATCH

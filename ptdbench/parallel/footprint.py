@@ -17,8 +17,8 @@ from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_stages import split_stages
 from ptdbench.parallel.precision import DTYPES, Name
+from ptdbench.parallel.replicas import assign_owners
 from ptdbench.parallel.tensor import split_dimensions
-from ptdbench.parallel.zero import assign_owners
 from ptdbench.problems import ConfigError, Problem, first_line
 
 

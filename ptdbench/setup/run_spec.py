@@ -19,8 +19,7 @@ from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch.world import LAUNCHERS, THIS_MACHINE, Place, World
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import module_of, only_loss
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.dims import BatchPlan, Dims
 from ptdbench.parallel.precision import FP8_MULTIPLE, FP8_RECIPES, FP8_SMALLEST, fp8_layers, gathers_fp8
 from ptdbench.problems import ErrorCollector, Problem, broken, require
 from ptdbench.profiling.events import NCCL_BUFFERS
