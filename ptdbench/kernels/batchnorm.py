@@ -15,6 +15,9 @@ from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from ptdbench.kernels import Kernels
+from ptdbench.problems import Problem, require
+
 
 class _Total(torch.autograd.Function):
     """The sum of a tensor over the ranks. Every rank's loss depends on every rank's tensor, so gradients are summed."""
@@ -96,16 +99,22 @@ def _synchronized(kind: type[_BatchNorm]) -> type[_BatchNorm]:
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-def has_forward(kind: type[nn.Module]) -> bool:
-    """Whether a class of batch norms has a forward of its own."""
-    return kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+def synchronize_batchnorm(
+    model: nn.Module, group: dist.ProcessGroup, device: torch.device, kernels: Kernels = "fused"
+) -> None:
+    """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; layers stay the same objects.
 
-
-def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; layers stay the same objects."""
-    for module in model.modules() if dist.get_world_size(group) > 1 else ():
-        if isinstance(module, _BatchNorm):
-            kind: Any = type(module)
-            is_torchs = device.type == "cuda" and not has_forward(kind)
-            module.__class__ = nn.SyncBatchNorm if is_torchs else _synchronized(kind)
+    Raises:
+        ConfigError: With ``kernels=torch``, a class of layers has its own forward.
+    """
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        kind: Any = type(module)
+        is_torchs = kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+        if kernels == "torch" and not is_torchs:
+            rule = f"with kernels=torch is nn.SyncBatchNorm, which drops the forward of {kind.__name__}"
+            require(Problem("parallel.sync_batchnorm", True, rule, "try kernels=fused"))
+        if dist.get_world_size(group) > 1:
+            module.__class__ = nn.SyncBatchNorm if is_torchs and device.type == "cuda" else _synchronized(kind)
             module.process_group = group  # type: ignore[assignment]

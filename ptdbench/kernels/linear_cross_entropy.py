@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ptdbench.kernels.softmax import VocabularyShare, cross_entropy_
+from ptdbench.models.decoder import Head
 
 # Each chunk reads and writes the whole fp32 gradient of the weight once, 8 bytes per element, for 6 FLOPs per element
 # and row. A datacenter GPU computes 200 to 300 FLOPs in the time of a byte: with 4096 rows this traffic takes a tenth
@@ -28,6 +29,26 @@ LOGITS_GPU = 0.02
 LOGITS_CPU = 2**24
 
 LEAST_ROWS = 1024
+
+
+def fuse_heads(module: nn.Module) -> None:
+    """Replace the losses of language models' heads in place; call it before any transform."""
+    for part in module.modules():
+        if type(part) is Head:
+            part.__class__ = FusedHead
+            part.cross_entropy = LinearCrossEntropy()
+
+
+class FusedHead(Head):
+    """A head whose projection and loss are one operation, without the whole logits."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """``[batch, length, width]`` to logits ``[batch, length, vocabulary]``, or the mean loss in fp32."""
+        if targets is None:
+            return super().forward(x)
+        # If a narrow copy replaces the weight, the weight itself gets the gradient, summed in fp32.
+        loss: Tensor = self.cross_entropy(self.norm(x), self.projection.weight, targets, master_of(self.projection))
+        return loss
 
 
 class LinearCrossEntropy(nn.Module):

@@ -59,11 +59,10 @@ from torch import Generator, Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ptdbench.models import plans
-from ptdbench.models.blocks import repeated
 from ptdbench.models.flops import Flops, count_train_flops
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, Runs, default_loss, module_of
 from ptdbench.models.stages import NoStages, Stages
-from ptdbench.models.trial import failure, widen_scalars
+from ptdbench.models.state import failure, widen_scalars
 from ptdbench.problems import Problem, first_line, require
 
 Example = tuple[Any, Tensor]
@@ -179,7 +178,7 @@ class Adapted(nn.Module):
         return None if self._takes_targets else self._finish
 
     def layers(self) -> list[nn.Module]:
-        """Return the module's own blocks, else its repeated ones, see :func:`ptdbench.models.chain.repeated`."""
+        """Return the module's own blocks, else its repeated ones, see :func:`repeated`."""
         layers: Any = getattr(self.module, "layers", None)
         if inspect.ismethod(layers):
             return list(layers())
@@ -323,6 +322,42 @@ class Adapted(nn.Module):
         """Return the module's method of that name; a submodule does not count."""
         attribute = getattr(self.module, name, None)
         return attribute if inspect.ismethod(attribute) else None
+
+
+def repeated(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated blocks of a module, by name.
+
+    Blocks are the members of the longest ``ModuleList`` or ``Sequential`` of one class whose members consist of several
+    modules, of others whose members repeat each other, as in a decoder, and of shorter lists of these classes, as in a
+    ResNet. Lists within a block, such as heads and experts, do not count: their members need not run on every rank.
+    """
+    lists = {
+        part: list(part.children())
+        for part in module.modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential) and len({type(child) for child in part.children()}) == 1
+    }
+    within = {
+        part for children in lists.values() if _are_blocks(children) for child in children for part in child.modules()
+    }
+    outer = [children for part, children in lists.items() if part not in within and len(children) > 1]
+    of_several = [children for children in outer if list(children[0].children())]
+    if not of_several:
+        return {}
+    longest = max(of_several, key=len)
+    # An encoder's and a decoder's blocks are of two classes.
+    kinds = {type(children[0]) for children in of_several if children is longest or _are_blocks(children)}
+    of_kind = {child for children in lists.values() for child in children if type(child) in kinds}
+    blocks: dict[str, nn.Module] = {}
+    for name, part in module.named_modules():
+        if part in of_kind and not any(name.startswith(f"{around}.") for around in blocks):
+            blocks[name] = part
+    return blocks
+
+
+def _are_blocks(members: Sequence[nn.Module]) -> bool:
+    """Whether members of a list repeat each other, unlike the stages of an image network, which grow wider."""
+    shapes = {tuple(weight.shape for weight in member.parameters()) for member in members}
+    return len(shapes) < len(members) and type(members[0]) not in (nn.ModuleList, nn.Sequential)
 
 
 def _scalar(loss: Tensor) -> Tensor:

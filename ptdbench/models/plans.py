@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ptdbench.models.protocol import Kind, Role
-from ptdbench.models.state import without_values
-from ptdbench.models.trial import failure, trial
+from ptdbench.models.state import failure, trial, without_values
 from ptdbench.nested import first_tensor, tensors
 from ptdbench.problems import Problem, divisors, first_line, nearest, require, try_these
 

@@ -206,6 +206,14 @@ def module_of(model: Model) -> nn.Module:
     return cast(nn.Module, model)
 
 
+def wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace ``module.forward`` with ``wrapper(module.forward)``.
+
+    Parameter names do not change, and hooks (DDP's, FSDP's) stay outside the wrapper.
+    """
+    module.forward = wrapper(module.forward)  # type: ignore[method-assign]
+
+
 def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of a model without its own, as an fp32 scalar.
 

@@ -22,10 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ptdbench.models.protocol import Piece, Runs
-from ptdbench.models.shell import Shell
-from ptdbench.models.state import Modes
-from ptdbench.models.tape import Diverged, Like, Pass, Recorder, Replay, Same, Stopped, Tape, combined
-from ptdbench.models.trial import trial
+from ptdbench.models.state import Modes, trial
+from ptdbench.models.tape import Diverged, Like, Pass, Recorder, Replay, Same, Shell, Stopped, Tape, combined
 from ptdbench.nested import first_tensor, with_samples
 from ptdbench.problems import first_line
 

@@ -9,21 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from ptdbench.kernels.copies import Copies
-from ptdbench.kernels.enable import enable
-from ptdbench.kernels.wide_gradients import enable_wide_gradients
-from ptdbench.kernels.wrapping import wrap_forward
+from ptdbench.kernels.batchnorm import synchronize_batchnorm
+from ptdbench.kernels.copies import Copies, enable_wide_gradients
+from ptdbench.kernels.linear_cross_entropy import fuse_heads
 from ptdbench.models.experts import Router
 from ptdbench.models.materialize import materialize
-from ptdbench.models.protocol import Model
-from ptdbench.parallel import context, experts, fp8, tensor
+from ptdbench.models.protocol import Model, wrap_forward
+from ptdbench.parallel import context, experts, precision, tensor
 from ptdbench.parallel.compile import compile_parts, parts_outside_layers
-from ptdbench.parallel.ddp import replicate
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.fsdp import shard
-from ptdbench.parallel.options import Options
+from ptdbench.parallel.options import Options, Setting
 from ptdbench.parallel.precision import DTYPES, cast_inputs
-from ptdbench.parallel.setting import Setting
+from ptdbench.parallel.replicas import replicate
 
 
 def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -> LaidOutModule:
@@ -36,13 +34,9 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     # Before any transform, and only if the parts matter: for a user's own module, finding them takes a trace.
     needs_parts = setting.compile or is_narrow or is_sharded
     parts = list((model.parts() or {}).values()) if needs_parts else []
-    device, fill = setting.device, partial(_fill, model, setting)
+    fill = partial(_fill, model, setting)
     # First replace modules inside layers: all later transforms wrap them.
-    synchronized = setting.mesh.dp.get_group() if options.sync_batchnorm and (is_sharded or is_replicated) else None
-    enable(module, setting.kernels, synchronized, device)
-    if setting.precision in fp8.RECIPES:
-        rows = setting.layout.micro_batch * setting.positions // dims.context
-        fp8.convert(layers, setting.precision, sharded=is_sharded, rows=rows)
+    _replace_modules(module, layers, setting, options)
     if ranks := setting.mesh["cp"]:
         context.exchange(model, module, ranks, options.context_method)
     # Before anything wraps or reads the weights: both transforms replace them, tensor parallelism those that remain.
@@ -85,6 +79,18 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     return _completed(part, shared, setting, options, copies)
 
 
+def _replace_modules(module: nn.Module, layers: Sequence[nn.Module], setting: Setting, options: Options) -> None:
+    """Replace batch norms and heads of a module, and linear layers of its layers, by those of the setting."""
+    dims = setting.layout.dims
+    if options.sync_batchnorm and (options.shards(dims) or options.replicates(dims)):
+        synchronize_batchnorm(module, setting.mesh.dp.get_group(), setting.device, setting.kernels)
+    if setting.kernels == "fused":
+        fuse_heads(module)
+    if setting.precision in precision.FP8_RECIPES:
+        rows = setting.layout.micro_batch * setting.positions // dims.context
+        precision.convert_to_fp8(layers, setting.precision, sharded=options.shards(dims), rows=rows)
+
+
 def _narrowed(module: nn.Module, units: Sequence[nn.Module], setting: Setting, options: Options) -> Copies | None:
     """Let a module with whole weights compute in a narrow format, with casts in each pass or with :class:`Copies`."""
     dtype, dims = DTYPES[setting.precision], setting.layout.dims
@@ -99,7 +105,7 @@ def _fill(model: Model, setting: Setting, part: nn.Module, prefix: str = "") -> 
     """Materialize a part, given the prefix of its names; tensors keep this rank's part of the initial values."""
 
     def placed(meta: Tensor, values: Tensor) -> Tensor:
-        return fp8.wrapped_as(meta, tensor.placed(meta, values))
+        return precision.wrapped_like(meta, tensor.placed(meta, values))
 
     materialize(model, part, prefix=prefix, device=setting.device, seed=setting.seed, placed=placed)
 
@@ -114,9 +120,9 @@ def _completed(
     if copies:
         begins.append(copies.begin)
         settles.append(copies.end)
-    if fp8.is_gathered(setting.precision, sharded=options.shards(dims)):
-        begins.append(lambda _: fp8.agree(part.module))
-        settles.append(partial(fp8.forget, part.module))
+    if precision.gathers_fp8(setting.precision, sharded=options.shards(dims)):
+        begins.append(lambda _: precision.agree_on_scales(part.module))
+        settles.append(partial(precision.forget_scales, part.module))
     if dims.tensor > 1:
         settles.append(partial(tensor.add_up_partial, list(part.module.parameters())))
         part = replace(part, around=loss_parallel)  # for losses that are not ours

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ptdbench.kernels.wrapping import wrap_forward
+from ptdbench.models.protocol import wrap_forward
 from ptdbench.problems import ConfigError, Problem, first_line
 
 #: ``layers``: a graph for each layer, and for each other part of a model that is a chain. ``blocks``: for each layer

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.models.protocol import Model, Role, members, module_of, roles_of
-from ptdbench.parallel import experts, fp8, tensor
+from ptdbench.parallel import experts, tensor
 from ptdbench.parallel.activations import Selective
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims, divisors
+from ptdbench.parallel.dims import BatchPlan, Dims, divisors
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_schedules import SCHEDULES, SPLITS_SINCE, rounds
 from ptdbench.parallel.pipeline_stages import split_stages
+from ptdbench.parallel.precision import FP8_RECIPES, gathers_fp8
 from ptdbench.problems import Problem, nearest, try_these
 
 #: Whether the option is ruled out, the option, the rule, and a remedy.
@@ -113,7 +113,7 @@ def of_option(options: Options, plan: BatchPlan | None, name: str, value: object
     dims = plan.dims if plan else Dims()
     is_ring = options.applies("context", dims) and options.context_method == "ring"
     splits = options.splits_backward(dims)
-    gathers_fp8 = fp8.is_gathered(value, sharded=options.shards(dims))
+    is_gathered_fp8 = gathers_fp8(value, sharded=options.shards(dims))
     rows: dict[str, list[Row]] = {
         "compile": [
             (value == "whole" and is_ring, "compile", "needs a single graph, but ring attention is not compiled",
@@ -142,9 +142,9 @@ def of_option(options: Options, plan: BatchPlan | None, name: str, value: object
              "does not support sharded weights in torch", "try adamw, or parallel=ddp"),
         ],
         "precision": [
-            (value in fp8.RECIPES and options.applies("tensor", dims), "precision",
+            (value in FP8_RECIPES and options.applies("tensor", dims), "precision",
              "does not support tensor parallelism: its layers do not accept DTensors", "try bf16"),
-            (gathers_fp8 and not isinstance(options.reshard_after_forward, bool), "parallel.reshard_after_forward",
+            (is_gathered_fp8 and not isinstance(options.reshard_after_forward, bool), "parallel.reshard_after_forward",
              "a group size is not supported for weights gathered in fp8", "try true, false, or precision=fp8"),
         ],
     }  # fmt: skip

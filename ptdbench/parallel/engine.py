@@ -18,7 +18,6 @@ from ptdbench.kernels.copies import Copies
 from ptdbench.models.state import Modes, preserved
 from ptdbench.nested import split
 from ptdbench.parallel.experts import Routing
-from ptdbench.parallel.zero import Zero1
 
 #: Multiplies a loss by the loss scale before its backward pass.
 Scale = Callable[[Tensor], Tensor]
@@ -44,7 +43,7 @@ class LaidOutModule:
     begin: Callable[[Tensor], None] = lambda _: None  #: Begins a step, given the factor of each micro-batch's loss.
     settle: Callable[[], None] = lambda: None  #: Completes the gradients after the last backward pass of a step.
     routing: Routing | None = None  #: For a model with experts: the counts of tokens routed to them.
-    division: Zero1 | None = None  #: How the optimizer state is sharded over the replicas, if it is.
+    attach: Callable[[torch.optim.Optimizer], None] = lambda _: None  #: Lets an optimizer update only this rank's part.
     copies: Copies | None = None  #: Narrow copies of the weights to compute with, if the compute dtype is narrow.
 
 
@@ -93,8 +92,7 @@ class Engine(ABC):
         """Create the optimizer of this rank's parameters."""
         optimizer = make(self.module.named_parameters())
         for part in self.parts:
-            if part.division:
-                part.division.attach(optimizer)
+            part.attach(optimizer)
         return optimizer
 
     def routed(self) -> tuple[dict[str, list[float]], list[float]]:

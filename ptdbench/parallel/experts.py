@@ -20,13 +20,11 @@ from torch.distributed._functional_collectives import all_to_all_single, wait_te
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.launch import stacks
 from ptdbench.local_part import local_part
 from ptdbench.models.experts import Experts, Router, places_in, take
-from ptdbench.models.protocol import Model, module_of, roles_of
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims
+from ptdbench.models.protocol import Model, module_of, roles_of, wrap_forward
+from ptdbench.parallel.dims import BatchPlan, Dims
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.tensor import spread
 from ptdbench.profiling.events import COMBINE, DISPATCH

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ptdbench.kernels.choice import Kernels
+from ptdbench.kernels import Kernels
 from ptdbench.kernels.copies import copied_weights
 from ptdbench.models.protocol import Model, members, module_of
 from ptdbench.optim.groups import Rule, rules
@@ -17,8 +17,8 @@ from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline_stages import split_stages
 from ptdbench.parallel.precision import DTYPES, Name
+from ptdbench.parallel.replicas import assign_owners
 from ptdbench.parallel.tensor import split_dimensions
-from ptdbench.parallel.zero import assign_owners
 from ptdbench.problems import ConfigError, Problem, first_line
 
 

@@ -18,9 +18,8 @@ from ptdbench.parallel.compile import parts_outside_layers
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.experts import SHARDED
-from ptdbench.parallel.options import Options
+from ptdbench.parallel.options import Options, Setting
 from ptdbench.parallel.precision import DTYPES
-from ptdbench.parallel.setting import Setting
 
 
 def shard(

@@ -1,15 +1,21 @@
-"""The options of ``parallel``, as used by all code that lays out a model; see ``conf/parallel_options.yaml``."""
+"""What all code that lays out a model gets: the options of ``parallel``, and the setting of a run.
+
+The options are described in ``conf/parallel_options.yaml``.
+"""
 # No postponed annotations: setup/signature.py evaluates those that Strategy inherits to check its options.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-from ptdbench.kernels.choice import Kernels
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Degrees, Dims, Size, auto_degrees
+from ptdbench.kernels import Kernels
+from ptdbench.parallel.activations import Activations, Keep
+from ptdbench.parallel.compile import Compile
+from ptdbench.parallel.dims import BatchPlan, Degrees, Dims, Size, auto_degrees
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.pipeline_schedules import SCHEDULES, PipelineSchedule
+from ptdbench.parallel.precision import Name
 
 #: How attention sees all positions: ranks exchange positions for heads, or gather all keys and values.
 Method = Literal["ulysses", "ring"]
@@ -118,3 +124,26 @@ class Options(Degrees[Size]):
     def splits_backward(self, dims: Dims) -> bool:
         """Whether a pipeline computes gradients of weights and of inputs separately."""
         return self.applies("pipeline", dims) and self.pipeline_schedule.splits_backward
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a layout needs besides its options: the ranks, the batch, and the formats."""
+
+    mesh: Mesh  #: The mesh of ranks.
+    layout: BatchPlan  #: How the batch is split over them.
+    device: torch.device  #: This rank's device.
+    precision: Name = "fp32"  #: Dtype of the arithmetic.
+    kernels: Kernels = "fused"  #: Whose kernels compute, and by which recipe in a narrow format.
+    compile: Compile = False  #: What is compiled, see :mod:`ptdbench.parallel.compile`.
+    activations: Activations = field(default_factory=Keep)  #: What becomes of activations until the backward pass.
+    seed: int = 0  #: Seed of the weights.
+    positions: int = 1  #: Tokens per sample; 1 if samples have none.
+    channels_last: bool = False  #: Whether images are channels-last in memory.
+    offload: Offload = "none"  #: What is kept in host memory between its uses.
+    virtual: bool = False  #: Whether the devices are virtual, so that nothing is computed.
+
+    @property
+    def owns_loss(self) -> bool:
+        """Whether this rank is the first in its tensor-parallel group, whose ranks compute the same loss together."""
+        return not (ranks := self.mesh["tp"]) or ranks.get_local_rank() == 0

@@ -19,10 +19,9 @@ from ptdbench.models.state import ModuleState
 from ptdbench.nested import first_tensor, map_tensors, split
 from ptdbench.parallel.apply import apply
 from ptdbench.parallel.engine import Engine, Scale, norm_of
-from ptdbench.parallel.options import Options
+from ptdbench.parallel.options import Options, Setting
 from ptdbench.parallel.pipeline_stages import Stage, add_up_shared, find_shared, split_stages, united, untie
 from ptdbench.parallel.precision import DTYPES
-from ptdbench.parallel.setting import Setting
 
 
 class _InferringStage(PipelineStage):

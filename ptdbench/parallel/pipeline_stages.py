@@ -20,8 +20,7 @@ from ptdbench.local_part import local_part
 from ptdbench.models.protocol import FlopsUnknown, Model, Tied, members, module_of, runner
 from ptdbench.models.stages import Loose
 from ptdbench.nested import map_tensors
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.dims import BatchPlan, Dims
 from ptdbench.parallel.options import Options
 from ptdbench.problems import divides, require
 

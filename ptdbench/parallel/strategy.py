@@ -10,13 +10,11 @@ from torch.nn.modules.conv import _ConvNd
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel import conflicts, context, experts, pipeline_stages
 from ptdbench.parallel.apply import apply
-from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.compile import start_afresh
-from ptdbench.parallel.dims import Dims, auto_degrees, derive, sizes_by_node
+from ptdbench.parallel.dims import BatchPlan, Dims, auto_degrees, derive, sizes_by_node
 from ptdbench.parallel.engine import Accumulating, Engine
-from ptdbench.parallel.options import Options
+from ptdbench.parallel.options import Options, Setting
 from ptdbench.parallel.pipeline_engine import Pipelined
-from ptdbench.parallel.setting import Setting
 from ptdbench.problems import at_least, require
 
 

@@ -25,9 +25,8 @@ from torch.distributed.tensor.placement_types import Placement
 from ptdbench.grouping import grouped
 from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy
 from ptdbench.kernels.softmax import VocabularyShare
-from ptdbench.kernels.wrapping import wrap_forward
 from ptdbench.models.experts import Router
-from ptdbench.models.protocol import Model, module_of, roles_of
+from ptdbench.models.protocol import Model, module_of, roles_of, wrap_forward
 
 #: The dimension of ``[batch, length, ...]`` that sequence parallelism shards outside split layers.
 POSITIONS = 1

@@ -14,8 +14,8 @@ from torch import nn
 from ptdbench.models.protocol import module_of
 from ptdbench.optim.groups import rules
 from ptdbench.parallel.footprint import modules_of_ranks
+from ptdbench.parallel.replicas import assign_owners
 from ptdbench.parallel.tensor import split_dimensions
-from ptdbench.parallel.zero import assign_owners
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records.record import merged_accounts
 from ptdbench.records.schema import Memory, Record

@@ -16,8 +16,7 @@ from ptdbench.launch import settings
 from ptdbench.measure.memory import host_memory
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import module_of
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.dims import BatchPlan, Dims
 from ptdbench.parallel.footprint import StateBytes, footprints
 from ptdbench.parallel.precision import DTYPES, arithmetic
 from ptdbench.planning import recordings, step_time

@@ -6,8 +6,7 @@ from typing import Any
 
 from ptdbench.nested import tensors
 from ptdbench.parallel import experts
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import divisors
+from ptdbench.parallel.dims import BatchPlan, divisors
 from ptdbench.parallel.footprint import local_parts
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.problems import ConfigError

@@ -9,10 +9,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.ddp import bucket_size
-from ptdbench.parallel.dims import Degrees
+from ptdbench.parallel.dims import BatchPlan, Degrees
 from ptdbench.parallel.options import Options
+from ptdbench.parallel.replicas import bucket_size
 from ptdbench.problems import Problem, require
 from ptdbench.records.run_record import RunRecord
 

@@ -17,7 +17,7 @@ from msgspec import to_builtins
 from ptdbench.comparison import significance
 from ptdbench.comparison.significance import Pool
 from ptdbench.launch import local
-from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import BatchPlan
 from ptdbench.planning.search import Search
 from ptdbench.planning.tries import (
     Execute,

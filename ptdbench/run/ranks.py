@@ -17,7 +17,7 @@ from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World, discover
 from ptdbench.measure import hardware, memory
 from ptdbench.measure.timing import Stopwatch
-from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import BatchPlan
 from ptdbench.planning import tries
 from ptdbench.problems import ConfigError
 from ptdbench.records import failure, store

@@ -10,8 +10,8 @@ import torch
 from ptdbench.measure.memory import host_memory
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import module_of
-from ptdbench.parallel import fp8
 from ptdbench.parallel.footprint import footprints
+from ptdbench.parallel.precision import FP8_RECIPES, has_torchao
 from ptdbench.problems import Problem, require, try_these
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.training_spec import TrainingSpec
@@ -21,18 +21,18 @@ from ptdbench.units import memory_text
 TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 #: The lowest compute capability with hardware support for a format, and what to try below it.
-_SINCE = {"tf32": (8, 0), "bf16": (8, 0)} | dict.fromkeys(fp8.RECIPES, (8, 9))
-_OTHERS = {"tf32": ("fp32", "fp16"), "bf16": ("fp16",)} | dict.fromkeys(fp8.RECIPES, ("fp16", "bf16"))
+_SINCE = {"tf32": (8, 0), "bf16": (8, 0)} | dict.fromkeys(FP8_RECIPES, (8, 9))
+_OTHERS = {"tf32": ("fp32", "fp16"), "bf16": ("fp16",)} | dict.fromkeys(FP8_RECIPES, ("fp16", "bf16"))
 
 
 def check_precision(precision: object, device_type: str) -> None:
     """Raise ConfigError for a precision that this kind of device lacks, or that the environment overrides."""
     if device_type == "cpu":
-        if precision == "tf32" or precision in fp8.RECIPES:
+        if precision == "tf32" or precision in FP8_RECIPES:
             units = "TF32" if precision == "tf32" else "FP8"
             require(Problem("precision", precision, f"{units} is a format of GPUs", "try fp32, bf16"))
         return
-    if precision in fp8.RECIPES and not fp8.is_installed():
+    if precision in FP8_RECIPES and not has_torchao():
         rule = "needs the package torchao, which is not installed"
         require(Problem("precision", precision, rule, "try pip install 'ptdbench[fp8]', or bf16"))
     override = os.environ.get(TF32_OVERRIDE)
@@ -48,7 +48,7 @@ def check_gpu_precision(precision: str, device: torch.device) -> None:
         return
     name = torch.cuda.get_device_name(device)
     if torch.version.hip:  # ROCm numbers capabilities differently
-        properties: Any = torch.cuda.get_device_properties(device) if precision in fp8.RECIPES else None
+        properties: Any = torch.cuda.get_device_properties(device) if precision in FP8_RECIPES else None
         if properties and not properties.gcnArchName.startswith(("gfx94", "gfx95")):
             require(Problem("precision", precision, f"{name} has no FP8 units", "try bf16"))
         return

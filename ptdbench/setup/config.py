@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ptdbench.kernels.choice import Kernels
+from ptdbench.kernels import Kernels
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import store
 from ptdbench.records.effects import OF_CHOICE, leaves

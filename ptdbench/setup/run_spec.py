@@ -19,9 +19,8 @@ from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch.world import LAUNCHERS, THIS_MACHINE, Place, World
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import module_of, only_loss
-from ptdbench.parallel import fp8
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.dims import BatchPlan, Dims
+from ptdbench.parallel.precision import FP8_MULTIPLE, FP8_RECIPES, FP8_SMALLEST, fp8_layers, gathers_fp8
 from ptdbench.problems import ErrorCollector, Problem, broken, require
 from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.setup import checks, choices, training_spec
@@ -296,19 +295,19 @@ def _check_fp8(config: Config, training: TrainingSpec) -> None:
     """Refuse fp8 where it cannot be applied, or would convert no layer, so that the run would be in bf16."""
     name, dims = str(config.resolved.get("precision")), training.layout.dims
     is_sharded = training.strategy.shards(dims)
-    if name not in fp8.RECIPES:
+    if name not in FP8_RECIPES:
         return
-    is_gathered, layers = fp8.is_gathered(name, sharded=is_sharded), training.model.layers()
+    is_gathered, layers = gathers_fp8(name, sharded=is_sharded), training.model.layers()
     if is_gathered and (offload := config.resolved.get("offload")) != "none":
         rule = f"is not available with offload={offload}: ranks agree on scales on the GPU, where they gather"
         require(Problem("precision", name, rule, "try fp8"))
-    converted = fp8.converted(layers, name, sharded=is_sharded)
+    converted = fp8_layers(layers, name, sharded=is_sharded)
     if is_gathered and (uneven := [layer.out_features for layer in converted if layer.out_features % dims.shards]):
         rule = f"FSDP gathers shards of equal size in fp8, and {dims.shards} do not divide the {uneven[0]} outputs"
         require(Problem("precision", name, f"{rule} of a linear layer", "try fp8, or another parallel.shard"))
     if not converted:
-        rule = f"no layer of model={config.call('model').name} has an nn.Linear of at least {fp8.SMALLEST} features, "
-        rule += f"both multiples of {fp8.MULTIPLE}"
+        rule = f"no layer of model={config.call('model').name} has an nn.Linear of at least {FP8_SMALLEST} features, "
+        rule += f"both multiples of {FP8_MULTIPLE}"
         require(Problem("precision", name, rule, "try bf16"))
 
 

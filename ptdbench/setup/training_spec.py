@@ -15,22 +15,20 @@ from ptdbench.data import own
 from ptdbench.data.protocol import Data
 from ptdbench.models import foreign
 from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, members, module_of
-from ptdbench.models.state import Modes
-from ptdbench.models.trial import failure, observe
+from ptdbench.models.state import Modes, failure, observe
 from ptdbench.nested import first_tensor
 from ptdbench.optim.groups import DECAYED, in_groups
 from ptdbench.optim.muon import Muon
 from ptdbench.optim.schedules import Schedule
-from ptdbench.parallel import batch, conflicts, proof
+from ptdbench.parallel import conflicts, proof
 from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.dims import BatchPlan, Dims, check_share
 from ptdbench.parallel.engine import Engine, MakeOptimizer
 from ptdbench.parallel.footprint import StateBytes, footprints
 from ptdbench.parallel.mesh import Mesh
+from ptdbench.parallel.options import Setting
 from ptdbench.parallel.pipeline_stages import StageSplit, imbalance, split_stages, unrepeated
 from ptdbench.parallel.precision import DTYPES
-from ptdbench.parallel.setting import Setting
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, divisors, first_line, require, under
 from ptdbench.setup import choices
@@ -189,7 +187,7 @@ def specify(
         dims = under("parallel", strategy.dims, size, model, nodes)
         # A micro-batch that must be searched for is not known yet; the search makes its own layouts.
         micro_batch: int | Literal["auto"] = train.micro_batch if isinstance(train.micro_batch, int) else "auto"
-        under("train", batch.check_share, dims.batch, train.global_batch, micro_batch)
+        under("train", check_share, dims.batch, train.global_batch, micro_batch)
         return under("parallel", strategy.layout, dims, train.global_batch, micro_batch)
 
     model = errors.catch(_model, config, example)

@@ -9,11 +9,11 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ptdbench.data.feed import Feed
 from ptdbench.grouping import grouped
-from ptdbench.kernels.loss_scaling import AgreedGradScaler
 from ptdbench.measure import memory, timing
 from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.mesh import Mesh
+from ptdbench.parallel.precision import AgreedGradScaler
 from ptdbench.setup.config import Train
 
 

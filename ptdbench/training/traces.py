@@ -19,7 +19,7 @@ from ptdbench.files import lack_of_space
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import machine
-from ptdbench.parallel.ring import RingAttention
+from ptdbench.parallel.context import RingAttention
 from ptdbench.profiling import perfetto
 from ptdbench.profiling.events import LABELED, POINT_TO_POINT, CommCall
 from ptdbench.profiling.phases import Ready

@@ -14,7 +14,6 @@ from msgspec import structs
 from ptdbench.data.feed import Feed
 from ptdbench.data.protocol import require_same_on_all_ranks
 from ptdbench.job import Job, Outcome, Results
-from ptdbench.kernels.loss_scaling import AgreedGradScaler
 from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import barrier, gather, most
 from ptdbench.launch.stop_signal import StopSignal
@@ -22,6 +21,7 @@ from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel import replicas
 from ptdbench.parallel.mesh import Mesh
+from ptdbench.parallel.precision import AgreedGradScaler
 from ptdbench.records.ownership import ProgressFile
 from ptdbench.records.schema import Metrics, Remarks
 from ptdbench.records.store import Damaged

@@ -15,7 +15,7 @@ from ptdbench.checkpoints.state import TrainingState
 from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel.engine import Engine
-from ptdbench.parallel.setting import Setting
+from ptdbench.parallel.options import Setting
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from tests.parallel.ranks import mesh_of, on_ranks, pretended

@@ -2,11 +2,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.kernels import linear_cross_entropy as module
-from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy, chunk_rows
+from ptdbench.kernels.linear_cross_entropy import FusedHead, LinearCrossEntropy, chunk_rows, fuse_heads
+from ptdbench.models.decoder import Head
 
 CPU = torch.device("cpu")
 
@@ -228,3 +230,16 @@ def test_gpu_chunks_follow_total_memory(monkeypatch):
     assert chunk_rows(16863, 50304, torch.bfloat16, gpu) == 8432
     Properties.total_memory = 2**30
     assert chunk_rows(8192, 50304, torch.bfloat16, gpu) == 1024  # rather than products of 213 rows
+
+
+def test_a_fused_head_has_the_loss_and_gradients_of_a_plain_one():
+    torch.manual_seed(0)
+    head, results = Head(nn.LayerNorm(4), 4, 5), []
+    for kind in (Head, FusedHead):
+        assert type(head) is kind
+        x = torch.linspace(-1, 1, 24).view(2, 3, 4).requires_grad_()
+        loss = head(x, torch.tensor([[0, 1, 2], [3, 4, 0]]))
+        results.append((loss, *torch.autograd.grad(loss, [x, head.projection.weight])))
+        fuse_heads(head)
+    torch.testing.assert_close(results[1], results[0])
+    assert head(torch.zeros(1, 1, 4)).shape == (1, 1, 5)

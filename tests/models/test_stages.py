@@ -9,8 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ptdbench.models import stages
-from ptdbench.models.blocks import repeated
-from ptdbench.models.foreign import adapt
+from ptdbench.models.foreign import adapt, repeated
 from ptdbench.models.protocol import members
 from tests.models.assembled import assembled
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ptdbench.models.foreign import adapt
-from ptdbench.models.trial import observe, trial
+from ptdbench.models.state import observe, trial
 from tests.models.assembled import assembled
 
 

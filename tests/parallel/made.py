@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
-from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import BatchPlan
 from ptdbench.parallel.engine import Engine
-from ptdbench.parallel.setting import Setting
+from ptdbench.parallel.options import Setting
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling import trace
 from ptdbench.profiling.events import CommCall

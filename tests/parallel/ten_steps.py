@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from ptdbench.models.experts import Router
-from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import BatchPlan
 from ptdbench.parallel.engine import Engine
 from tests.parallel.made import unscaled, with_weights
 

@@ -12,10 +12,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.kernels.copies import Copies
-from ptdbench.kernels.wrapping import wrap_forward
-from ptdbench.parallel.activations import Keep, Offload, Recompute, Selective
+from ptdbench.models.protocol import wrap_forward
+from ptdbench.parallel.activations import Keep, Offload, Recompute, Selective, _Run
 from ptdbench.parallel.compile import compile_parts
-from ptdbench.parallel.offloading import _Run
 from ptdbench.parallel.precision import cast_inputs
 from ptdbench.setup import training_spec
 from tests.conftest import read

@@ -4,8 +4,7 @@ from itertools import product
 
 import pytest
 
-from ptdbench.parallel.batch import BatchPlan, check_share
-from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.dims import BatchPlan, Dims, check_share
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from tests.parallel.made import refused

@@ -6,9 +6,8 @@ import torch
 from ptdbench.models.resnet import ResNet
 from ptdbench.models.toy import Toy
 from ptdbench.parallel import strategy
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims
-from ptdbench.parallel.setting import Setting
+from ptdbench.parallel.dims import BatchPlan, Dims
+from ptdbench.parallel.options import Setting
 from tests.parallel.made import on_meta
 
 

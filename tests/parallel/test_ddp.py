@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from ptdbench.models.foreign import Adapted
-from ptdbench.parallel.ddp import bucket_size
+from ptdbench.parallel.replicas import bucket_size
 from ptdbench.parallel.strategy import Strategy
 from tests.models.assembled import assembled
 from tests.parallel.made import gpt, laid_out, refused, unscaled

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ptdbench.models.experts import Mixture
 from ptdbench.models.moe import MoE
-from ptdbench.parallel.activations import Keep, Offload
-from ptdbench.parallel.offloading import _Run
+from ptdbench.parallel.activations import Keep, Offload, _Run
 from ptdbench.parallel.precision import Name
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected

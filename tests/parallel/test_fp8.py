@@ -14,7 +14,7 @@ from ptdbench.checkpoints.state import TrainingState
 from ptdbench.kernels.copies import Copies
 from ptdbench.local_part import local_part
 from ptdbench.models.gpt import GPT
-from ptdbench.parallel import fp8
+from ptdbench.parallel import precision
 from ptdbench.parallel.precision import cast_inputs
 from ptdbench.parallel.strategy import Strategy
 from tests.parallel.made import data, gpt, laid_out
@@ -27,7 +27,7 @@ WEIGHTS = [
     for name in ("attention.query_key_value", "attention.output", "mlp.up", "mlp.down")
 ]
 
-needs_torchao = pytest.mark.skipif(not fp8.is_installed(), reason="torchao is not installed")
+needs_torchao = pytest.mark.skipif(not precision.has_torchao(), reason="torchao is not installed")
 
 
 @pytest.mark.parametrize(("module", "suits"), [
@@ -39,16 +39,16 @@ needs_torchao = pytest.mark.skipif(not fp8.is_installed(), reason="torchao is no
     (type("Other", (nn.Linear,), {})(512, 512), False),  # may compute something else
 ])  # fmt: skip
 def test_which_layers_suit(module, suits):
-    assert fp8.suits(module) == suits
+    assert precision.suits_fp8(module) == suits
 
 
 @needs_torchao
 def test_only_blocks_are_converted(monkeypatch):
-    monkeypatch.setattr(fp8, "SMALLEST", 64)
+    monkeypatch.setattr(precision, "FP8_SMALLEST", 64)
     torch.manual_seed(0)
     model = GPT(layers=2, heads=2, width=64, sequence_length=16, vocabulary=128)
     wide, names = copy.deepcopy(model), list(model.state_dict())
-    fp8.convert(model.layers(), "fp8", sharded=False, emulate=True)
+    precision.convert_to_fp8(model.layers(), "fp8", sharded=False, emulate=True)
     converted = [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
     linear = ("attention.query_key_value", "attention.output", "mlp.up", "mlp.down")
     assert converted == [f"blocks.{block}.{name}" for block in range(2) for name in linear]
@@ -75,25 +75,25 @@ def test_layers_and_shared_weights_stay_unconverted():
     alone, shared = nn.Linear(512, 512), nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512))
     shared[1].weight = shared[0].weight
     layers = [alone, shared]
-    assert fp8.converted(layers, "bf16", sharded=True) == []
-    assert fp8.converted(layers, "fp8", sharded=True) == [*shared]
-    assert fp8.converted(layers, "fp8_tensorwise", sharded=False) == [*shared]
-    assert fp8.converted(layers, "fp8_tensorwise", sharded=True) == [shared[2]]
+    assert precision.fp8_layers(layers, "bf16", sharded=True) == []
+    assert precision.fp8_layers(layers, "fp8", sharded=True) == [*shared]
+    assert precision.fp8_layers(layers, "fp8_tensorwise", sharded=False) == [*shared]
+    assert precision.fp8_layers(layers, "fp8_tensorwise", sharded=True) == [shared[2]]
 
 
 @needs_torchao
 @pytest.mark.parametrize(("rows", "pads"), [(32, False), (33, True)])
 def test_an_uneven_number_of_vectors_is_padded(rows, pads):
     block = nn.Sequential(nn.Linear(512, 512))
-    fp8.convert([block], "fp8", sharded=False, rows=rows)
+    precision.convert_to_fp8([block], "fp8", sharded=False, rows=rows)
     assert block[0].linear_mm_config.grad_weight.pad_inner_dim is pads
 
 
 @needs_torchao
 def test_a_converted_block_is_one_graph(monkeypatch):
-    monkeypatch.setattr(fp8, "SMALLEST", 64)
+    monkeypatch.setattr(precision, "FP8_SMALLEST", 64)
     block = GPT(layers=1, heads=2, width=64, sequence_length=16, vocabulary=128).blocks[0]
-    fp8.convert([block], "fp8", sharded=False, emulate=True)
+    precision.convert_to_fp8([block], "fp8", sharded=False, emulate=True)
     cast_inputs(block, [block], "fp8")
     inputs = torch.randn(2, 16, 64)
     compiled = torch.compile(block.forward, backend="eager", fullgraph=True)
@@ -105,9 +105,9 @@ def model():
     return gpt(layers=3, heads=2, width=32, vocabulary=41)
 
 
-def loop_of(precision, seed=0):
+def loop_of(name, seed=0):
     """The loop that trains a model whose weights are sharded over two ranks."""
-    engine, *where = laid_out(Strategy(shard=2), model(), 4, 2, precision=precision, seed=seed)
+    engine, *where = laid_out(Strategy(shard=2), model(), 4, 2, precision=name, seed=seed)
     optimizer = engine.optimizer(lambda weights: torch.optim.AdamW(weights, lr=1e-2, fused=True))
     return step_loop(engine, optimizer, data(41), *where)
 
@@ -131,7 +131,7 @@ def gathered(module, name):
 
 def in_rank(folder):
     """What is trained with weights gathered in fp8, and in bf16, and what is saved of the first."""
-    fp8.SMALLEST, fp8.convert = 32, partial(fp8.convert, emulate=True)
+    precision.FP8_SMALLEST, precision.convert_to_fp8 = 32, partial(precision.convert_to_fp8, emulate=True)
     loop = loop_of("fp8_tensorwise")
     losses, saver, module = train(loop), Saver(folder, keep=1), loop.engine.module
     tied, rank = model().tied(), dist.get_rank()
@@ -139,9 +139,9 @@ def in_rank(folder):
     saver.save(4, saved, {}, {})
     saver.wait()
     weights = [gathered(module, name) for name in WEIGHTS]  # after an update: not by the scales of the step
-    fp8.agree(module)
+    precision.agree_on_scales(module)
     weights += [gathered(module, name) for name in WEIGHTS]
-    fp8.forget(module)
+    precision.forget_scales(module)
     going_on, path = train(loop), checkpoint_dir.newest(folder).checkpoint.path
     other = loop_of("fp8_tensorwise", seed=1)
     state = TrainingState(other.engine.module, other.update.optimizer, tied, rank)
@@ -149,7 +149,7 @@ def in_rank(folder):
     other.first_step = 4
     saver.close()
     resumed = train(other)
-    fp8.is_gathered = lambda *_, **__: False
+    precision.gathers_fp8 = lambda *_, **__: False
     return {
         "fp8": losses, "gathered in bf16": train(loop_of("fp8_tensorwise")), "weights": weights,
         "problems": saver.problems, "saved": {type(local_part(tensor)) for tensor in saved.values()},

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import PrepareModuleOutput, RowwiseParallel
 from torch.nn.utils import get_total_norm
 
-from ptdbench.kernels.choice import Kernels
+from ptdbench.kernels import Kernels
 from ptdbench.models.gpt import GPT
-from ptdbench.parallel import apply, context, engine, fsdp, tensor, zero
+from ptdbench.parallel import apply, context, engine, fsdp, replicas, tensor
 from ptdbench.parallel import pipeline_engine as pipelined
-from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import BatchPlan
 from ptdbench.parallel.engine import Accumulating, LaidOutModule
 from ptdbench.parallel.strategy import Strategy
 from tests.parallel.made import gpt, laid_out
@@ -138,7 +138,7 @@ FAULTS: Faults = {
         "shards"),
     "HSDP gradients not all-reduced between replicas": (
         after(fsdp, "fully_shard", of_each(lambda it: it.set_requires_all_reduce(False))), "shards in replicas"),
-    "ZeRO-1 weights not broadcast after an update": (of(zero.Zero1, "_share", lambda *_: None), "zero1"),
+    "ZeRO-1 weights not broadcast after an update": (of(replicas.Zero1, "_share", lambda *_: None), "zero1"),
     "ZeRO-1 weights broadcast by the wrong rank": (
         of(dist, "_broadcast_coalesced", lambda group, weights, size, owner=0: _broadcast(
             group, weights, size, (owner + 1) % dist.get_world_size(group))), "zero1"),

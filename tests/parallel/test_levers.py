@@ -9,11 +9,10 @@ import torch
 
 from ptdbench.models.gpt import GPT
 from ptdbench.optim.schedules import OneCycle
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.dims import BatchPlan, Dims
 from ptdbench.parallel.engine import Accumulating, Engine, LaidOutModule
+from ptdbench.parallel.replicas import assign_owners
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.parallel.zero import assign_owners
 from ptdbench.training.loop import StepLoop
 from tests.daily import cases, selected
 from tests.parallel.made import data, gpt, laid_out, whole, with_weights

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend
 
-from ptdbench.parallel import ring
+from ptdbench.parallel import context
 from ptdbench.parallel.context import Positions
 from tests.parallel.ranks import on_ranks
 
@@ -51,7 +51,7 @@ def of_shares() -> dict[str, Any]:
     for name, case in CASES.items():
         whole, gradient = drawn(*case)
         inputs = [positions.share(tensor, 2).requires_grad_() for tensor in whole]
-        out = ring.attention(mesh)(*inputs)
+        out = context.ring_attention(mesh)(*inputs)
         results[name] = [out.detach(), *torch.autograd.grad(out, inputs, positions.share(gradient, 2))]
     groups = dist.distributed_c10d._world.pg_map
     return results | {"threads": [group._get_backend(torch.device("cpu")).options._threads for group in groups]}
@@ -93,7 +93,7 @@ def test_kernels_return_mergeable_results(name, dtype, queries, keys, is_causal)
 
     torch chooses cuDNN for widths that it takes.
     """
-    kernel, device = getattr(ring, name), "cpu" if name == "CPU" else "cuda"
+    kernel, device = getattr(context, name), "cpu" if name == "CPU" else "cuda"
     generator = torch.Generator().manual_seed(0)
     lengths, width = (queries, keys, keys, queries), 8 if name == "CUDNN" else 6
     *inputs, gradient = (torch.randn(2, 3, length, width, generator=generator).to(device, dtype) for length in lengths)
@@ -118,7 +118,7 @@ def test_kernels_return_mergeable_results(name, dtype, queries, keys, is_causal)
 )  # fmt: skip
 def test_kernel_follows_torchs_choice(monkeypatch, chosen, name):
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: getattr(SDPBackend, chosen).value)
-    assert ring.kernel(torch.empty(1, device="meta"), trains=True) is getattr(ring, name)
+    assert context.attention_kernel(torch.empty(1, device="meta"), trains=True) is getattr(context, name)
 
 
 def test_kernel_choice_knows_the_backward_pass(monkeypatch):
@@ -131,8 +131,8 @@ def test_kernel_choice_knows_the_backward_pass(monkeypatch):
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
     query = torch.empty(1, device="meta")
     with torch.no_grad():
-        assert ring.kernel(query, trains=True) is ring.FLASH
-        assert ring.kernel(query, trains=False) is ring.CUDNN
+        assert context.attention_kernel(query, trains=True) is context.FLASH
+        assert context.attention_kernel(query, trains=False) is context.CUDNN
 
 
 @pytest.mark.parametrize("width", [8, 12])
@@ -144,9 +144,9 @@ def test_efficient_backward_gets_contiguous_heads(monkeypatch, width):
         seen.append(out)
         return gradient, query, key, value
 
-    monkeypatch.setattr(ring, "aten", SimpleNamespace(_scaled_dot_product_efficient_attention_backward=backward))
+    monkeypatch.setattr(context, "aten", SimpleNamespace(_scaled_dot_product_efficient_attention_backward=backward))
     tensors = [torch.randn(2, 4, LENGTH, width) for _ in range(5)]
-    gradients = ring._efficient_backward(*tensors, torch.zeros(2, 4, LENGTH), True)
+    gradients = context._efficient_backward(*tensors, torch.zeros(2, 4, LENGTH), True)
     assert [tensor.shape for tensor in gradients] == [tensors[0].shape] * 3
     (out,) = seen
     assert out.transpose(1, 2).is_contiguous()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ptdbench.models.foreign import Adapted
 from ptdbench.models.gpt import GPT
 from ptdbench.models.toy import Toy
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.dims import BatchPlan, Dims
 from ptdbench.parallel.pipeline_schedules import SCHEDULES
 from ptdbench.parallel.pipeline_stages import costs
 from ptdbench.parallel.strategy import Strategy

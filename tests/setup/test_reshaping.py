@@ -7,8 +7,7 @@ import pytest
 
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Manifest
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.dims import BatchPlan, Dims
 from ptdbench.setup import run_spec
 from tests.refusals import Abridged, refusal_of
 

@@ -11,8 +11,7 @@ from ptdbench.data.synthetic import SyntheticVectors
 from ptdbench.models.materialize import materialize
 from ptdbench.models.toy import Toy
 from ptdbench.optim.schedules import Constant
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.dims import BatchPlan, Dims
 from ptdbench.parallel.engine import Accumulating, Engine, LaidOutModule
 from ptdbench.setup.config import Train
 from ptdbench.training import loop as module

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptdbench.data.feed import Feed
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.mesh import Mesh
-from ptdbench.parallel.setting import Setting
+from ptdbench.parallel.options import Setting
 from ptdbench.setup.config import Train
 from ptdbench.training.loop import StepLoop, Update
 from tests.checkpoints.test_state import DATA, STRATEGIES, gpt

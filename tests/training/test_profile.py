@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ptdbench.data.feed import Feed
 from ptdbench.models.decoder import Decoder
 from ptdbench.models.experts import Experts
-from ptdbench.parallel import apply, ring
+from ptdbench.parallel import apply, context
 from ptdbench.parallel.pipeline_schedules import SCHEDULES
 from ptdbench.parallel.pipeline_stages import Stage
 from ptdbench.profiling import trace
@@ -77,8 +77,9 @@ def slow_replicate(original: Callable[..., Any]) -> Callable[..., Any]:
 #: What is slowed down: the attribute, and what takes its place.
 PLACES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "data": (Feed, "_next_batch", asleep), "forward": (Decoder, "forward", asleep),
-    "stage": (Stage, "forward", asleep), "experts": (Experts, "forward", asleep), "ring": (ring, "kernel", asleep),
-    "optimizer": (Update, "__call__", asleep), "collective": (apply, "replicate", slow_replicate),
+    "stage": (Stage, "forward", asleep), "experts": (Experts, "forward", asleep),
+    "ring": (context, "attention_kernel", asleep), "optimizer": (Update, "__call__", asleep),
+    "collective": (apply, "replicate", slow_replicate),
 }  # fmt: skip
 
 

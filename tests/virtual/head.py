@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ptdbench.kernels.copies import Copies
+from ptdbench.kernels.copies import Copies, enable_wide_gradients
 from ptdbench.kernels.linear_cross_entropy import LinearCrossEntropy
 from ptdbench.kernels.softmax import VocabularyShare
-from ptdbench.kernels.wide_gradients import enable_wide_gradients
 from ptdbench.models.gpt import MLP
 
 #: On a GPU of 20 GiB two chunks.

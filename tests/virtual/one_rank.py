@@ -17,7 +17,7 @@ from ptdbench.checkpoints.saver import Saver, Staging
 from ptdbench.launch import rendezvous
 from ptdbench.measure import memory, operations, timing
 from ptdbench.models.experts import Balance, Router, RouterOptions
-from ptdbench.parallel import ring
+from ptdbench.parallel import context
 from ptdbench.parallel.activations import Offload
 from ptdbench.training import evaluation
 from tests.virtual.calls import resident
@@ -166,12 +166,12 @@ def attention() -> dict[str, list[Any]]:
     for dtype, width in ((torch.bfloat16, 64), (torch.bfloat16, 192), (torch.float32, 64)):
         tensors = [torch.empty(1, 2, 128, width, dtype=dtype, device="cuda") for _ in range(4)]
         with torch.no_grad():
-            kernel = ring.kernel(tensors[0], trains=True)
-        name = next(name for name, one in vars(ring).items() if one is kernel)
+            kernel = context.attention_kernel(tensors[0], trains=True)
+        name = next(name for name, one in vars(context).items() if one is kernel)
         if width == 192:  # which kernel it is depends on torch
             trained = tensors[0].detach().requires_grad_()
             chosen = torch._fused_sdp_choice(trained, trained, trained, None, 0.0, True)
-            name = "as for training" if kernel is ring._CHOSEN.get(SDPBackend(chosen)) else name
+            name = "as for training" if kernel is context._CHOSEN.get(SDPBackend(chosen)) else name
         out, lse = kernel.forward(*tensors[:3], True)
         gradients = kernel.backward(tensors[3], *tensors[:3], out, lse, True)
         found[f"{dtype} {width}"] = [name, list(lse.shape), [list(one.shape) for one in gradients]]

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
 from ptdbench.parallel.mesh import Mesh
-from ptdbench.parallel.setting import Setting
+from ptdbench.parallel.options import Setting
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling.events import kernel_kind
 

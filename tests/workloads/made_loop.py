@@ -9,7 +9,7 @@ import torch
 from ptdbench.data.feed import Feed
 from ptdbench.data.protocol import Data
 from ptdbench.optim.schedules import Constant, Schedule
-from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import BatchPlan
 from ptdbench.parallel.engine import Engine
 from ptdbench.setup.config import Train
 from ptdbench.training.loop import StepLoop, Update

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptdbench.kernels.loss_scaling import AgreedGradScaler
 from ptdbench.local_part import local_part
+from ptdbench.parallel.precision import AgreedGradScaler
 from tests.parallel.ranks import each, on_ranks
 
 
