@@ -5,8 +5,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ptdbench.data.protocol import Batch, Data, Images, Sequences
-from ptdbench.data.sampling import draws
+from ptdbench.data.protocol import Batch, Data, Images, Sequences, draws
 from ptdbench.problems import at_least, require
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptdbench.data.protocol import Batch, Data
-from ptdbench.data.sampling import draws
+from ptdbench.data.protocol import Batch, Data, draws
 from ptdbench.problems import Problem, at_least, require
 
 #: The share of tokens to predict in masked language modelling, as in BERT: one of this many.

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ptdbench.data import own
-from ptdbench.data.protocol import Data
+from ptdbench.data.protocol import Data, adapt
 from ptdbench.models import foreign
 from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, members, module_of
 from ptdbench.models.state import Modes
@@ -243,7 +242,7 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _data(config: Config) -> Data:
-    return own.adapt(choices.build(config, "data"), config.call("data").target, config.general.seed)
+    return adapt(choices.build(config, "data"), config.call("data").target, config.general.seed)
 
 
 def _schedule(config: Config) -> Schedule:
