@@ -41,8 +41,7 @@ from ptdbench.problems import (
 )
 from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
-from ptdbench.setup.config import GROUPS, Config, read
-from ptdbench.setup.gpus import conf_folder
+from ptdbench.setup.config import GROUPS, Config, conf_folder, read
 from ptdbench.terminal import command, plain
 
 #: Hydra's exceptions for an invalid command line or file; :func:`_compose` converts further ones to these.

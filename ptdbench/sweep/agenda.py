@@ -18,7 +18,7 @@ from ptdbench.records.run_record import RunRecord, typed
 from ptdbench.records.schema import Draft, Written
 from ptdbench.report.display import Heading
 from ptdbench.report.labels import titles
-from ptdbench.setup import hydra_output, run_spec
+from ptdbench.setup import hydra_side, run_spec
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.runs import Run
 from ptdbench.sweep.blocks import StoppingRule
@@ -135,7 +135,7 @@ class Agenda:
             if run.summary:
                 run_spec.require_same_shape(self.place(run), run.summary, run.config.general.reshape)
             self._write(run)
-            hydra_output.write_files(run, self.place(run), self.directory if self.is_sweep else None)
+            hydra_side.write_files(run, self.place(run), self.directory if self.is_sweep else None)
         except ConfigError as held:
             if self.searches or not self.is_sweep:  # the next runs depend on this one
                 raise

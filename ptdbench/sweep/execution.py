@@ -23,7 +23,7 @@ from ptdbench.records import record, store
 from ptdbench.report.display import headed
 from ptdbench.report.remarks import reason
 from ptdbench.run import followers
-from ptdbench.setup import hydra_output
+from ptdbench.setup import hydra_side
 from ptdbench.setup import runs as setup_runs
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, quoted
 from ptdbench.setup.compose import Composed
@@ -131,7 +131,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
         loader = GlobalHydra.instance().config_loader()
         handed = [f"{LAUNCHER}={ptdbench_launcher.NAME}", f"hydra.sweep.dir={quoted(str(agenda.directory))}"]
         sweep = composed.sweep(instead=handed)
-        hydra_output.write_multirun(composed.sweep(), agenda.directory)  # as it was typed, so that it can be resumed
+        hydra_side.write_multirun(composed.sweep(), agenda.directory)  # as it was typed, so that it can be resumed
 
         def execute_batch(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
             for words in job_overrides:
