@@ -161,6 +161,16 @@ def draws(seed: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
     return z
 
 
+def below(count: int, bits: npt.NDArray[np.uint64]) -> Tensor:
+    """Return draws as int64 from 0 to ``count - 1``."""
+    return torch.from_numpy((bits % np.uint64(count)).astype(np.int64))
+
+
+def uniform(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """Return draws as float32 in [-1, 1), from 24 bits, its precision."""
+    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
+
+
 Indices = npt.NDArray[np.int64]
 
 

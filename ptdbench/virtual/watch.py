@@ -258,9 +258,8 @@ class _Watch:
         self._leader: object = None  #: A reference to the optimizer whose steps count, or the name of a profiler.
         self._before: Account = {}  #: At the last step.
         self._devices: dict[int, dict[str, int]] = {}
-        self._report: dict[str, Any] = {
-            **{**identity(), "pid": os.getpid(), "command": sys.argv, "steps": 0, "devices": self._devices},
-        }
+        facts = {"pid": os.getpid(), "command": sys.argv, "steps": 0, "devices": self._devices}
+        self._report: dict[str, Any] = identity() | facts
         self._log = Log()
         ctypes.CDLL(None).ptdbench_virtual_note_crashes()
         self._hook()
