@@ -332,9 +332,8 @@ def _check_data(config: Config, model: Model, data: Data, on_gpu: bool) -> None:
             rule = f"must be {size}, that of model={call.name}, for which FLOPs are counted"
             require(Problem(f"data.{name}", data_size, rule, f"try model.{name}={data_size}"))
     error = failure(module_of(model), data.example())
-    if error and not (
-        on_gpu and isinstance(error, RuntimeError | AssertionError)
-    ):  # code for GPUs may run nowhere else
+    only_on_gpu = on_gpu and isinstance(error, RuntimeError | AssertionError)  # code for GPUs may run nowhere else
+    if error and not only_on_gpu:
         rule = f"does not suit model={call.name}: {first_line(error)}"
         remedy = ""
         if isinstance(model, foreign.Adapted):

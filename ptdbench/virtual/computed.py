@@ -17,7 +17,7 @@ import ctypes
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -145,103 +145,89 @@ def _write(computed: Any, result: Any) -> Any:
 _NUMBERS = [3, 0, 1, 2, 7]
 
 
+def _dtypes(torch: Any) -> list[Any]:
+    return [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
+
+
+def _fill(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
+    yield torch.full((5,), 3, dtype=a.dtype, device="cuda"), [3] * 5
+    yield torch.ones(9, dtype=torch.bool, device="cuda"), [True] * 9
+
+
+def _cast(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
+    if a.dtype == torch.float32:
+        yield a.bool(), [True, False, True, True, True]
+    for other in _dtypes(torch):
+        yield a.to(other), _NUMBERS
+
+
+def _strided(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
+    yield torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=a.dtype).cuda().t().contiguous(), [[1, 4], [2, 5], [3, 6]]
+
+
+def _compare(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
+    b = torch.tensor([3, 1, 0, 2, 8], dtype=a.dtype).cuda()
+    yield a == b, [True, False, False, True, False]
+    yield a != b, [False, True, True, False, True]
+    yield a < b, [False, True, False, False, True]
+    yield a >= b, [True, False, True, True, False]
+    yield a == 2, [False, False, False, True, False]
+    yield a > 2, [True, False, False, False, True]
+
+
+def _add(_: Any, a: Any) -> Iterator[tuple[Any, object]]:
+    yield a + a, [6, 0, 2, 4, 14]
+    yield a + 2, [5, 2, 3, 4, 9]
+    yield a.add(a, alpha=2), [9, 0, 3, 6, 21]
+
+
+def _sum(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
+    rows = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).cuda()
+    if a.dtype not in (torch.int32, torch.uint8):
+        yield a.sum(dtype=a.dtype), 13
+    yield rows.sum(0), [5, 7, 9]
+    yield rows.sum(1), [6, 15]
+
+
+def _all(torch: Any, _: Any) -> Iterator[tuple[Any, object]]:
+    some = torch.tensor([True, False, True]).cuda()
+    yield some.all(), False
+    yield some[::2].all(), True
+    yield some.any(), True
+    yield some[1:2].any(), False
+
+
+def _max(_: Any, a: Any) -> Iterator[tuple[Any, object]]:
+    yield a.max(), 7
+    yield a.min(), 0
+
+
+def _nonzero(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
+    torch.tensor([5] * 4096, dtype=torch.int32).cuda()  # counts are 0 even in memory that has held something else
+    yield a.nonzero(), []
+
+
+#: For each kind in computed.c, what torch computes with 3, 0, 1, 2, 7 of a dtype, and the numbers that this must give.
+CHECKS: dict[str, Callable[[Any, Any], Iterator[tuple[Any, object]]]] = {
+    "fill": _fill, "cast": _cast, "strided": _strided, "compare": _compare, "add": _add, "sum": _sum, "all": _all,
+    "max": _max, "nonzero": _nonzero,
+}  # fmt: skip
+
+
 def main(kinds: Iterable[str]) -> None:
     """Print, as JSON, which of the kinds are computed correctly."""
     print(json.dumps([kind for kind in kinds if _holds(CHECKS[kind])]))
 
 
-def _holds(check: Callable[[Any, Any], bool]) -> bool:
+def _holds(check: Callable[[Any, Any], Iterator[tuple[Any, object]]]) -> bool:
     import torch
 
-    try:
-        return all(check(torch, dtype) for dtype in _dtypes(torch))
+    try:  # copies between host and device are exact, and use no kernel
+        numbers = (torch.tensor(_NUMBERS, dtype=dtype).cuda() for dtype in _dtypes(torch))
+        return all(tensor.cpu().tolist() == expected for a in numbers for tensor, expected in check(torch, a))
     except RuntimeError:
         return False
 
-
-def _dtypes(torch: Any) -> list[Any]:
-    return [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
-
-
-def _numbers(torch: Any, dtype: Any) -> Any:
-    return torch.tensor(_NUMBERS, dtype=dtype).cuda()
-
-
-def _is(tensor: Any, expected: object) -> bool:
-    """Whether a tensor holds the numbers; copies between host and device are exact, and use no kernel."""
-    return bool(tensor.cpu().tolist() == expected)
-
-
-def _fill(torch: Any, dtype: Any) -> bool:
-    filled = torch.full((5,), 3, dtype=dtype, device="cuda")
-    return _is(filled, [3] * 5) and _is(torch.ones(9, dtype=torch.bool, device="cuda"), [True] * 9)
-
-
-def _cast(torch: Any, dtype: Any) -> bool:
-    a = _numbers(torch, dtype)
-    to_bool = dtype != torch.float32 or _is(a.bool(), [True, False, True, True, True])
-    return to_bool and all(_is(a.to(other), _NUMBERS) for other in _dtypes(torch))
-
-
-def _strided(torch: Any, dtype: Any) -> bool:
-    rows = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=dtype).cuda()
-    return _is(rows.t().contiguous(), [[1, 4], [2, 5], [3, 6]])
-
-
-def _compare(torch: Any, dtype: Any) -> bool:
-    a, b = _numbers(torch, dtype), torch.tensor([3, 1, 0, 2, 8], dtype=dtype).cuda()
-    return all(
-        (
-            _is(a == b, [True, False, False, True, False]),
-            _is(a != b, [False, True, True, False, True]),
-            _is(a < b, [False, True, False, False, True]),
-            _is(a >= b, [True, False, True, True, False]),
-            _is(a == 2, [False, False, False, True, False]),
-            _is(a > 2, [True, False, False, False, True]),
-        )
-    )
-
-
-def _add(torch: Any, dtype: Any) -> bool:
-    a = _numbers(torch, dtype)
-    return _is(a + a, [6, 0, 2, 4, 14]) and _is(a + 2, [5, 2, 3, 4, 9]) and _is(a.add(a, alpha=2), [9, 0, 3, 6, 21])
-
-
-def _sum(torch: Any, dtype: Any) -> bool:
-    rows = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).cuda()
-    total = dtype in (torch.int32, torch.uint8) or _is(_numbers(torch, dtype).sum(dtype=dtype), 13)
-    return total and _is(rows.sum(0), [5, 7, 9]) and _is(rows.sum(1), [6, 15])
-
-
-def _all(torch: Any, _: Any) -> bool:
-    some = torch.tensor([True, False, True]).cuda()
-    return all((_is(some.all(), False), _is(some[::2].all(), True), _is(some.any(), True), _is(some[1:2].any(), False)))
-
-
-def _max(torch: Any, dtype: Any) -> bool:
-    a = _numbers(torch, dtype)
-    return _is(a.max(), 7) and _is(a.min(), 0)
-
-
-def _nonzero(torch: Any, dtype: Any) -> bool:
-    """Whether counts are 0 regardless of the input, even in memory that held something else."""
-    used = torch.tensor([5] * 4096, dtype=torch.int32).cuda()
-    del used
-    return bool(_numbers(torch, dtype).nonzero().numel() == 0)
-
-
-#: The test of each kind in computed.c, for a dtype.
-CHECKS: dict[str, Callable[[Any, Any], bool]] = {
-    "fill": _fill,
-    "cast": _cast,
-    "strided": _strided,
-    "compare": _compare,
-    "add": _add,
-    "sum": _sum,
-    "all": _all,
-    "max": _max,
-    "nonzero": _nonzero,
-}
 
 if __name__ == "__main__":
     main(sys.argv[1:])
