@@ -32,7 +32,9 @@ _OF_HYDRA = ("_args_", "_convert_", "_recursive_")
 logging.getLogger("hydra.utils").disabled = True
 
 # Importing torchao, as transformers does, makes torch warn twice per process about something only torchao can change.
-logging.getLogger("torch.utils._pytree").addFilter(lambda told: "register_constant() on Enum" not in told.getMessage())
+logging.getLogger("torch.utils._pytree").addFilter(
+    lambda record: "register_constant() on Enum" not in record.getMessage()
+)
 
 
 def build(config: Config, group: str) -> Any:

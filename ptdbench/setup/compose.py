@@ -436,7 +436,7 @@ def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
     is_own = target and (not _SHIPPED.match(target) or any(word.startswith(f"{group}._target_=") for word in sound))
     if beside == {} or is_own:  # keys of the user's own, as in cluster.extra, or arguments of a class
         near = nearest(last, [key for key in map(str, beside or ()) if key not in OF_CHOICE])
-        return try_these([*(f"{group}.{one}" for one in near), in_shell(f"+{name}", _typed_value(override))])
+        return try_these([*(f"{group}.{key}" for key in near), in_shell(f"+{name}", _typed_value(override))])
     shown = "hydra" if name.startswith("hydra.") else "job"
     return try_these(_similar(name, [*_groups(), *options])) or f"see {command()} --cfg {shown}"
 
@@ -480,7 +480,7 @@ def _similar(name: str, options: Sequence[str]) -> list[str]:
     last = name.rpartition(".")[2]
     sharing = [leaf for leaf in by_last if {*last.split("_")} & {*leaf.split("_")}]
     whole = nearest(name, options) if last == name else []
-    alike = [one for leaf in (last, *sharing) for one in by_last.get(leaf, [])]
+    alike = [option for leaf in (last, *sharing) for option in by_last.get(leaf, [])]
     similar = dict.fromkeys([*alike, *whole, *(by_last[leaf][0] for leaf in nearest(last, by_last))])
     group = name.removesuffix(last)
     return sorted(similar, key=lambda option: not option.startswith(group))[:3]

@@ -71,10 +71,10 @@ def _compute(name: str, arguments: Any, options: Any, results: Any) -> Any:
     if not all(result.is_cuda and _is_whole(result) for result in results):
         return None
     reads = [*filter(torch.is_tensor, tree_leaves(arguments[1:] if name in _WRITERS else (arguments, options)))]
-    known = all(map(_is_known, reads))
-    if name == "copy_" and not known and not _is_whole(reads[0]):
+    are_known = all(map(_is_known, reads))
+    if name == "copy_" and not are_known and not _is_whole(reads[0]):
         return [torch.zeros(reads[0].shape).expand(results[0].shape)]  # floats that nobody computed are zeros
-    if not known or not (name == "copy_" or all(map(_is_whole, reads))):
+    if not are_known or not (name == "copy_" or all(map(_is_whole, reads))):
         return None
     arguments, options = tree_map_only(torch.Tensor, _on_host, (arguments, options))
     if name == "histc":
