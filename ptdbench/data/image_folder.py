@@ -32,8 +32,6 @@ _SCALE, _LOG_RATIO = (0.08, 1.0), tuple(torch.log(torch.tensor((3 / 4, 4 / 3))).
 
 _MOST_WORKERS = 8  # per rank; each keeps prefetched batches in memory
 
-Transform = Callable[[Any], Any]  # from a PIL image to another
-
 
 class ImageFolder(Images):
     """A stream of image files, reshuffled every epoch, with a random resized crop of each.
@@ -167,7 +165,7 @@ class ImageFolder(Images):
         return files
 
 
-def read(path: str, transform: Transform) -> Pixels:
+def read(path: str, transform: Callable[[Any], Any]) -> Pixels:
     """Read and transform an image: uint8 of shape ``(H, W, 3)``; raise ValueError if the file is not an image."""
     from torchvision.datasets.folder import pil_loader
 

@@ -47,9 +47,6 @@ from ptdbench.terminal import command, plain
 #: Hydra's exceptions for an invalid command line or file; :func:`_compose` converts further ones to these.
 _REFUSALS = (HydraException, OmegaConfBaseException, ValueError, IndexError)
 
-#: Prefixes of a launcher's choice and options.
-_LAUNCHERS = (LAUNCHER, "hydra.launcher.")
-
 #: Hydra's message if a choice overrides choices inside its own package, which has none.
 _MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.")
 
@@ -64,9 +61,6 @@ _ELSEWHERE = {
     "parallel=zero3": "fsdp",
     "parallel=none": "single",
 }
-
-#: Prefix of a sweep's lists that are defined in a file.
-_PARAMS = "hydra.sweeper.params"
 
 
 @dataclass(frozen=True)
@@ -176,7 +170,8 @@ class Composed:
         """
         loader = GlobalHydra.instance().config_loader()
         ours = [word for word in self.typed if not option(word).startswith(("hydra.", "hydra/"))]
-        hydras = [word for word in self.hydras if not (instead and option(word).startswith(_LAUNCHERS))]
+        replaced = (LAUNCHER, "hydra.launcher.") if instead else ()
+        hydras = [word for word in self.hydras if not option(word).startswith(replaced)]
         return loader.load_configuration(self.source.name, [*ours, *hydras, *instead], RunMode.MULTIRUN)
 
 
@@ -374,7 +369,11 @@ def _unfit(overrides: Sequence[Override]) -> Iterator[Problem]:
         if isinstance(value, list) and name in groups:  # Hydra would merge the choices
             remedy = f"try -m {name}={','.join(map(str, value))}"
             yield Problem(name, _typed_value(override), "is more than one choice in one run", remedy)
-        if override.is_hydra_override() and override.is_sweep_override() and not name.startswith(_PARAMS):
+        if (
+            override.is_hydra_override()
+            and override.is_sweep_override()
+            and not name.startswith("hydra.sweeper.params")
+        ):
             rule = "Hydra's own options have one value in a sweep"
             yield Problem(name, _typed_value(override), rule, "start one sweep for each")
 
