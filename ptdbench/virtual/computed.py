@@ -144,28 +144,31 @@ def _write(computed: Any, result: Any) -> Any:
 #: Numbers that every dtype can represent, including zero.
 _NUMBERS = [3, 0, 1, 2, 7]
 
+#: What torch computes with these numbers, and what this must give.
+_Results = Iterator[tuple[Any, object]]
+
 
 def _dtypes(torch: Any) -> list[Any]:
     return [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
 
 
-def _fill(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
+def _fill(torch: Any, a: Any) -> _Results:
     yield torch.full((5,), 3, dtype=a.dtype, device="cuda"), [3] * 5
     yield torch.ones(9, dtype=torch.bool, device="cuda"), [True] * 9
 
 
-def _cast(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
+def _cast(torch: Any, a: Any) -> _Results:
     if a.dtype == torch.float32:
         yield a.bool(), [True, False, True, True, True]
     for other in _dtypes(torch):
         yield a.to(other), _NUMBERS
 
 
-def _strided(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
+def _strided(torch: Any, a: Any) -> _Results:
     yield torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=a.dtype).cuda().t().contiguous(), [[1, 4], [2, 5], [3, 6]]
 
 
-def _compare(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
+def _compare(torch: Any, a: Any) -> _Results:
     b = torch.tensor([3, 1, 0, 2, 8], dtype=a.dtype).cuda()
     yield a == b, [True, False, False, True, False]
     yield a != b, [False, True, True, False, True]
@@ -175,13 +178,13 @@ def _compare(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
     yield a > 2, [True, False, False, False, True]
 
 
-def _add(_: Any, a: Any) -> Iterator[tuple[Any, object]]:
+def _add(_: Any, a: Any) -> _Results:
     yield a + a, [6, 0, 2, 4, 14]
     yield a + 2, [5, 2, 3, 4, 9]
     yield a.add(a, alpha=2), [9, 0, 3, 6, 21]
 
 
-def _sum(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
+def _sum(torch: Any, a: Any) -> _Results:
     rows = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).cuda()
     if a.dtype not in (torch.int32, torch.uint8):
         yield a.sum(dtype=a.dtype), 13
@@ -189,7 +192,7 @@ def _sum(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
     yield rows.sum(1), [6, 15]
 
 
-def _all(torch: Any, _: Any) -> Iterator[tuple[Any, object]]:
+def _all(torch: Any, _: Any) -> _Results:
     some = torch.tensor([True, False, True]).cuda()
     yield some.all(), False
     yield some[::2].all(), True
@@ -197,21 +200,21 @@ def _all(torch: Any, _: Any) -> Iterator[tuple[Any, object]]:
     yield some[1:2].any(), False
 
 
-def _max(_: Any, a: Any) -> Iterator[tuple[Any, object]]:
+def _max(_: Any, a: Any) -> _Results:
     yield a.max(), 7
     yield a.min(), 0
 
 
-def _nonzero(torch: Any, a: Any) -> Iterator[tuple[Any, object]]:
+def _nonzero(torch: Any, a: Any) -> _Results:
     torch.tensor([5] * 4096, dtype=torch.int32).cuda()  # counts are 0 even in memory that has held something else
     yield a.nonzero(), []
 
 
-#: For each kind in computed.c, what torch computes with 3, 0, 1, 2, 7 of a dtype, and the numbers that this must give.
-CHECKS: dict[str, Callable[[Any, Any], Iterator[tuple[Any, object]]]] = {
-    "fill": _fill, "cast": _cast, "strided": _strided, "compare": _compare, "add": _add, "sum": _sum, "all": _all,
-    "max": _max, "nonzero": _nonzero,
-}  # fmt: skip
+#: The test of each kind in computed.c, for the numbers of a dtype.
+CHECKS: dict[str, Callable[[Any, Any], _Results]] = {
+    check.__name__.removeprefix("_"): check
+    for check in (_fill, _cast, _strided, _compare, _add, _sum, _all, _max, _nonzero)
+}
 
 
 def main(kinds: Iterable[str]) -> None:
@@ -219,7 +222,7 @@ def main(kinds: Iterable[str]) -> None:
     print(json.dumps([kind for kind in kinds if _holds(CHECKS[kind])]))
 
 
-def _holds(check: Callable[[Any, Any], Iterator[tuple[Any, object]]]) -> bool:
+def _holds(check: Callable[[Any, Any], _Results]) -> bool:
     import torch
 
     try:  # copies between host and device are exact, and use no kernel

@@ -39,6 +39,12 @@ from ptdbench.terminal import plural
 from ptdbench.virtual import computed
 from ptdbench.virtual.device import Device
 
+#: The most GPUs of a node: torch's C10_COMPILE_TIME_MAX_GPUS.
+MOST_GPUS = 120
+
+#: The prefix of the names of virtual GPUs.
+_VIRTUAL = "virtual "
+
 _HERE = Path(__file__).parent
 
 #: The library's file, and the names by which programs load parts of it.
@@ -65,12 +71,6 @@ _STATUS = {
 #: Calls left to NVIDIA's own libraries, which are loaded too, as these need no GPU. GPUDirect Storage is refused by its
 #: own library.
 _REAL = re.compile(r"cudnnGet(Version|CudartVersion|MaxDeviceVersion|ErrorString|LastErrorString)$|cuFile")
-
-#: The most GPUs of a node: torch's C10_COMPILE_TIME_MAX_GPUS.
-MOST_GPUS = 120
-
-#: The prefix of the names of virtual GPUs.
-_VIRTUAL = "virtual "
 
 
 def is_virtual(device: str) -> bool:
