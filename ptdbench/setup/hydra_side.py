@@ -163,11 +163,7 @@ def _of_launcher(composed: Composed) -> dict[str, str]:
 
 
 def _unfit_for_search(composed: Composed, goes_on: Path | None) -> Iterator[Problem]:
-    """Yield problems that would prevent a search from working.
-
-    The basic sweeper's runs are known when the command line is read. Those of a search are not: two runs, with the
-    first and with the last value of everything searched, stand for all and are checked before anything starts.
-    """
+    """Yield problems that would prevent a search from working."""
     name, first = composed.sweeper, composed.configs[0]
     yield from undecided(f"{SWEEPER}={name}", composed.configs)
     if first.sweep.same_nodes:
@@ -198,7 +194,7 @@ def shown_by_hydra(arguments: argparse.Namespace, source: Source) -> int:
     with source.open():
         hydra: Any = GlobalHydra.instance().hydra
         if arguments.help:
-            _show(hydra.app_help, source.name, get_args_parser(), arguments, adapt=_as_typed)
+            _show(hydra.app_help, source.name, get_args_parser(), arguments, adapt=_with_this_program)
         elif arguments.hydra_help:
             _show(hydra.hydra_help, source.name, get_args_parser(), arguments)
         elif arguments.shell_completion:
@@ -221,7 +217,7 @@ def _show(task: Callable[..., object], *words: object, adapt: Callable[[str], st
             echo(adapt(shown.getvalue().removesuffix("\n")))
 
 
-def _as_typed(text: str) -> str:
+def _with_this_program(text: str) -> str:
     """Replace ``python train.py`` in the help, which an installed package lacks, with the program that was started."""
     typed = command()
     if typed == "python train.py":

@@ -2,8 +2,7 @@
 
 Every config group ends in a call (``_target_`` and its arguments). The callable's annotations are the schema, so that
 an option is declared once, where it is used, and all problems are found before anything is called. Not with pydantic:
-its ``validate_call`` by default converts values (``"5"`` and ``5.0`` pass for 5), has to wrap third-party classes, and
-names neither the option as it is typed nor the nearest one.
+its ``validate_call`` by default converts values (``"5"`` and ``5.0`` pass for 5), and has to wrap third-party classes.
 """
 
 import inspect

@@ -2,15 +2,12 @@
 
 torch's CUDA build calls the CUDA runtime, the driver, cuBLAS, cuDNN, NCCL, NVML and CUPTI through dynamic libraries.
 The C sources beside this file implement those calls; the dynamic linker prefers them to NVIDIA's own (``LD_PRELOAD``),
-so torch itself is unchanged. The results are
+so torch itself is unchanged. Memory, messages, the order of streams, and launched kernels are exact. Absent are
 
-- exact: addresses, sizes, pages and running out of memory, hence all that torch's allocator does; the order of streams
-  and events; which rank sends what to whom with NCCL; which kernels are launched with which grid; what Triton and ptxas
-  compile.
-- absent: time. To the host all work is done at once; between events pass 0.1 ms for each piece of work.
-- absent: values. Kernels compute nothing, except for a few on few elements (``computed.c``), by layouts private to
-  torch: each of these is tested once per version of torch and disabled if it fails (``computed.py``). Copies of more
-  than 1 MiB, collectives of more than 64 KiB, and messages of more than 16 KiB arrive as zeros.
+- time: to the host all work is done at once; between events pass 0.1 ms for each piece of work;
+- values: kernels compute nothing, except for a few on few elements (``computed.c``), by layouts private to torch: each
+  of these is tested once per version of torch and disabled if it fails (``computed.py``). Copies of more than 1 MiB,
+  collectives of more than 64 KiB, and messages of more than 16 KiB arrive as zeros.
 
 An unimplemented call is an error that names it. Stubs for this are generated for all names that the installed libraries
 import, so a newer torch needs no list of ours.
