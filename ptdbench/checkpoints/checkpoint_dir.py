@@ -10,8 +10,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -104,29 +104,19 @@ def verify(directory: Path, share: int = 0, shares: int = 1) -> Manifest:
 
     Checksums, which take long, are verified for part ``share`` of ``shares`` parts of the files; for none if 0.
     """
-    manifest = read_manifest(directory)
-    for name, expected in manifest.files.items():
-        if PurePath(name).name != name:
-            raise BrokenCheckpoint(f"{name} is not a file name")
-        with _readable(name):
-            size = (directory / name).stat().st_size
-        if size != expected.bytes:
-            raise BrokenCheckpoint(f"{name} has {size} bytes instead of {expected.bytes}")
-    for name in sorted(manifest.files)[share::shares] if shares else ():
-        with _readable(name):
-            matches = stamp(directory / name) == manifest.files[name]
-        if not matches:
-            raise BrokenCheckpoint(f"{name} does not match its checksum")
-    return manifest
-
-
-@contextmanager
-def _readable(name: str) -> Iterator[None]:
-    """Turn an OSError into the fault of a file of a checkpoint."""
+    manifest, name = read_manifest(directory), ""
     try:
-        yield
+        for name, expected in manifest.files.items():
+            if PurePath(name).name != name:
+                raise BrokenCheckpoint(f"{name} is not a file name")
+            if (size := (directory / name).stat().st_size) != expected.bytes:
+                raise BrokenCheckpoint(f"{name} has {size} bytes instead of {expected.bytes}")
+        for name in sorted(manifest.files)[share::shares] if shares else ():
+            if stamp(directory / name) != manifest.files[name]:
+                raise BrokenCheckpoint(f"{name} does not match its checksum")
     except OSError as error:
         raise BrokenCheckpoint(f"cannot read {name} ({error.strerror})") from None
+    return manifest
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import StateDictStager
 from torch.distributed.tensor import DTensor
 
-from ptdbench.checkpoints import checkpoint_dir, safe_load
+from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Manifest, Stamp
+from ptdbench.checkpoints.state import METADATA, errors_in
 from ptdbench.files import lack_of_space
 from ptdbench.launch import rendezvous, settings
 from ptdbench.launch.collect import gather
@@ -307,12 +308,12 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.Proc
     try:
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as failure:
-        raise _SaveFailed(safe_load.reasons(failure)) from None
+        raise _SaveFailed(errors_in(failure)) from None
 
 
 def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
     mine = [path for path in directory.iterdir() if path.name.startswith(f"__{rank}_")]
-    mine += [directory / safe_load.METADATA] if rank == 0 else []
+    mine += [directory / METADATA] if rank == 0 else []
     return {path.name: checkpoint_dir.stamp(path) for path in mine}
 
 

@@ -1,18 +1,30 @@
-"""The state of a run in a checkpoint, as tensors by name: weights, optimizer state and random generators.
+"""The state of a run in a checkpoint, as tensors by name, and how these are read without running code from it.
 
-Names are full names in the model under every layout: a weight is one entry, whether it is in pipeline stages, DDP
-replicas or FSDP shards, and can be loaded under another layout and on another number of ranks.
+The state are weights, optimizer state and random generators. Names are full names in the model under every layout: a
+weight is one entry, whether it is in pipeline stages, DDP replicas or FSDP shards, and can be loaded under another
+layout and on another number of ranks.
+
+torch reads the tensors with ``weights_only``. Two ways to run code remain in its distributed checkpoints: ``.metadata``
+is a pickle, and an item that is not a tensor is unpickled unchecked. Here the pickle may refer only to classes of
+metadata, and other items are rejected.
 """
 
+import pickle
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.serialization import _get_layout  # type: ignore[attr-defined]  # how torch pickles a layout
 
-from ptdbench.checkpoints import safe_load
 from ptdbench.grouping import grouped
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import device_of, local_part, unwrapped, without_repeats
@@ -20,8 +32,13 @@ from ptdbench.models.protocol import Tied
 from ptdbench.parallel.replicas import checksums, differing
 from ptdbench.problems import ConfigError, Problem
 
+METADATA = ".metadata"
+
 #: Number of differences shown in an error.
 _SHOWN = 3
+
+#: Size and dtype of a tensor.
+Shape = tuple[torch.Size, torch.dtype]
 
 
 class TrainingState:
@@ -96,7 +113,7 @@ class TrainingState:
             ConfigError: The checkpoint is of another model or optimizer (with the differences), cannot be read, or
                 would run code; raised in all ranks.
         """
-        stored, device = safe_load.names(path), device_of(self._module)
+        stored, device = stored_tensors(path), device_of(self._module)
         self._make_optimizer_state(stored)
         tensors = self._trained(with_buffers=True)
         _require_same(path, tensors, stored, group)
@@ -105,7 +122,7 @@ class TrainingState:
         generators = [f"rng.{kind}.{self._rank}" for kind in kinds] if same_layout else []
         names = {*buffers.values(), *(name for name in generators if name in stored)}
         of_rank = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
-        safe_load.load(path, tensors | of_rank, group)
+        load_tensors(path, tensors | of_rank, group)
         self._copy_to_second()
         self._put_back({name: of_rank.pop(full) for name, full in buffers.items()})
         for name, state in of_rank.items():
@@ -155,7 +172,7 @@ class TrainingState:
                 if isinstance(value, Tensor) and key in state.get(second, {}):
                     state[second][key].copy_(value)
 
-    def _make_optimizer_state(self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+    def _make_optimizer_state(self, stored: Mapping[str, Shape]) -> None:
         """Create optimizer state, with arbitrary values, for the weights whose state is in the checkpoint.
 
         Only the optimizer knows the form of its state, so it steps on zero gradients; loading undoes the effect on the
@@ -172,7 +189,7 @@ class TrainingState:
         for weight in stepped:
             weight.grad = None
 
-    def _make_later_state(self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+    def _make_later_state(self, stored: Mapping[str, Shape]) -> None:
         """Create the state of later steps of a user's optimizer, if all the state of its first step is stored."""
         kept = grouped((prefix, key) for prefix, _, key in (full.rpartition(".") for full in stored))
         for name, weight in self._weights():
@@ -188,7 +205,7 @@ class TrainingState:
 def _require_same(
     path: Path,
     tensors: Mapping[str, Tensor],
-    stored: Mapping[str, tuple[torch.Size, torch.dtype]],
+    stored: Mapping[str, Shape],
     group: dist.ProcessGroup | None,
 ) -> None:
     """Raise a ConfigError in all ranks if the tensors of any of them differ from those stored."""
@@ -207,7 +224,7 @@ def _require_same(
     raise ConfigError([Problem("resume", path, rule, "resume with its model and optimizer")])
 
 
-def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -> str:
+def _described(items: Mapping[str, Shape], name: str) -> str:
     if name not in items:
         return "missing"
     size, dtype = items[name]
@@ -225,3 +242,130 @@ def _kept_buffers(stored: Iterable[str], rank: int) -> tuple[dict[str, str], str
             kept.setdefault(match[2], {})[int(match[1])] = full
     differed = next((name for name, ranks in kept.items() if len(ranks) > 1), None)
     return {name: ranks.get(rank, ranks[min(ranks)]) for name, ranks in kept.items()}, differed
+
+
+def load_tensors(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Fill ``tensors`` in place from the checkpoint in ``path``; called in all ranks, with a CPU ``group``.
+
+    The tensors must have the sizes of :func:`stored_tensors`; a DTensor gets its shards, however it was saved. Ranks
+    may pass different names, and all fail if one does.
+
+    Raises:
+        ConfigError: The checkpoint cannot be read, does not have a name, or would run code.
+    """
+    reader = _Reader(path, _read_metadata(path))
+    try:
+        dcp.load(
+            tensors,  # type: ignore[arg-type]  # a dict of any values
+            storage_reader=reader,
+            planner=DefaultLoadPlanner(flatten_state_dict=False),
+            process_group=group,
+        )
+    except CheckpointException as failure:
+        reason = errors_in(failure)
+        needed = re.search(r"GLOBAL (\S+)", reason)
+        if needed and "UnpicklingError" in reason:  # torch's own message advises loading without checks
+            raise _refusal(path, f"would run code: a tensor's file refers to {needed[1]}") from None
+        raise _refusal(path, f"cannot be read: {reason.partition(chr(10))[0]}") from None
+
+
+def stored_tensors(path: Path) -> dict[str, Shape]:
+    """Return size and dtype of every tensor by name; raise ConfigError if they cannot be read, or would run code."""
+    items = _read_metadata(path).state_dict_metadata
+    return {
+        name: (item.size, item.properties.dtype)
+        for name, item in items.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
+
+
+def errors_in(failure: CheckpointException) -> str:
+    """Return every rank's error in one line; re-raise what is not an error, such as a signal."""
+    errors = {rank: wrapped[0] for rank, wrapped in sorted(failure.failures.items())}
+    for error in errors.values():
+        if not isinstance(error, Exception):
+            raise error
+    return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items())
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, with metadata that has already been read."""
+
+    def __init__(self, path: Path, read: Metadata) -> None:
+        super().__init__(path)
+        self._read = read
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._read
+
+
+class _Properties(TensorProperties):
+    """Properties of a tensor; a newer torch adds strides that loading does not need."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        count = len(TensorProperties().__getstate__())  # type: ignore[no-untyped-call]
+        super().__setstate__(state[:count])  # type: ignore[no-untyped-call]
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+
+
+#: The classes of metadata, other than dtypes such as ``torch.float32``. All of them only hold values.
+_CLASSES: tuple[Any, ...] = (
+    torch.Size, _get_layout, filesystem._StorageInfo, Metadata, TensorStorageMetadata, metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING,
+)  # fmt: skip
+_ALLOWED = {
+    **{(allowed.__module__, allowed.__name__): allowed for allowed in _CLASSES},
+    (TensorProperties.__module__, "TensorProperties"): _Properties,
+    # The path that the checkpoint was written to, unused.
+    **{
+        (module, name): PurePath
+        for module in ("pathlib", "pathlib._local")  # Python 3.13 and newer
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles only the classes of metadata."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise _Forbidden(f"{METADATA} refers to {module}.{name}")
+
+
+class _Forbidden(Exception):
+    """A checkpoint contains what it must not."""
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with (path / METADATA).open("rb") as file:
+            read = _Unpickler(file).load()
+        _check(read)
+    except _Forbidden as error:
+        raise _refusal(path, f"would run code: {error}") from None
+    except Exception as error:  # broken bytes may raise anything
+        raise _refusal(path, f"cannot be read: {METADATA}: {type(error).__name__}: {error}") from None
+    return read
+
+
+def _check(read: Any) -> None:
+    """Raise _Forbidden if anything would be unpickled later or read elsewhere, TypeError if it is not metadata."""
+    if not isinstance(read, Metadata) or not isinstance(read.storage_data, dict):
+        raise TypeError("it does not describe a checkpoint")
+    for name, item in read.state_dict_metadata.items():
+        if not isinstance(item, TensorStorageMetadata):
+            raise _Forbidden(f"{name} is not a tensor and would be unpickled")
+    for place in read.storage_data.values():
+        if not isinstance(place, filesystem._StorageInfo) or PurePath(place.relative_path).name != place.relative_path:
+            raise _Forbidden(f"{METADATA} points to a file outside the checkpoint")
+        if getattr(place, "transform_descriptors", None):
+            raise _Forbidden(f"{METADATA} requires a transformation of {place.relative_path}")
+
+
+def _refusal(path: Path, rule: str) -> ConfigError:
+    return ConfigError([Problem("resume", path, rule, "give a checkpoint written by ptdbench")])

@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _request(arguments: argparse.Namespace) -> Request:
     """Return what was asked for; raises ConfigError for what cannot be."""
     from ptdbench.run import program
-    from ptdbench.setup import gpus
+    from ptdbench.setup import choices
     from ptdbench.units import size_of
     from ptdbench.virtual.machine import MOST_GPUS
 
@@ -76,7 +76,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         memory = size_of(arguments.memory) if arguments.memory else None
     except ValueError:
         raise ConfigError([Problem("--memory", arguments.memory, "must be a size", "try 20GiB")]) from None
-    gpu = gpus.load(name)
+    gpu = choices.gpu(name)
     if memory is not None and memory <= gpu.context:
         require(Problem("--memory", arguments.memory, f"the CUDA context takes {gpu.context} bytes of it"))
     nodes = arguments.nodes or (1 if arguments.ranks else None)
@@ -106,14 +106,13 @@ def _ranks(text: str, size: int) -> list[int]:
 
 def _list(program: Sequence[str]) -> int:
     from ptdbench.report.text import drawn
-    from ptdbench.setup import gpus
+    from ptdbench.setup import choices
     from ptdbench.units import memory_text
 
+    names = choices.gpu_names()
     if program:
-        require(Problem("GPU", "(none)", "there is no GPU for the program", f"try one of {', '.join(gpus.names())}"))
-    rows = [
-        (name, gpu.name, memory_text(gpu.memory), gpu.source) for name, gpu in ((n, gpus.load(n)) for n in gpus.names())
-    ]
+        require(Problem("GPU", "(none)", "there is no GPU for the program", f"try one of {', '.join(names)}"))
+    rows = [(name, gpu.name, memory_text(gpu.memory), gpu.source) for name, gpu in ((n, choices.gpu(n)) for n in names)]
     words = ["GPU", "as torch names it", "memory", "sources"]
     echo(drawn(words, rows, width(), words=words))
     echo("memory: as torch reports it, in a device's properties or when memory runs out; conf/virtual has each figure")

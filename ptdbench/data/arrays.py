@@ -1,4 +1,8 @@
-"""Labeled images that fit into memory: a stream and a held-out part from arrays."""
+"""Labeled images that fit into memory: a stream and a held-out part from arrays, shifted and mirrored by number.
+
+torchvision's transforms draw from one global generator. Here the augmentation of a sample depends only on the seed and
+its number, for any layout and after a resume.
+"""
 
 import hashlib
 from abc import abstractmethod
@@ -9,16 +13,18 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
-from ptdbench.data import sampling
-from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images
+from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images, draws, shuffled
 from ptdbench.problems import Problem, try_these
+
+Pixels = npt.NDArray[np.uint8]  # shape (B, H, W, 3)
 
 
 class Labeled(NamedTuple):
     """Images and their labels."""
 
-    images: sampling.Pixels  # uint8 of shape (N, H, W, 3)
+    images: Pixels  # uint8 of shape (N, H, W, 3)
     labels: npt.NDArray[np.int64]  # shape (N,)
 
     def digest(self) -> str:
@@ -62,15 +68,15 @@ class ImageArrays(Images):
 
     def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``."""
-        chosen = sampling.shuffled(len(self._training.labels), self.seed, start, stop)
-        images = sampling.shifted(
+        chosen = shuffled(len(self._training.labels), self.seed, start, stop)
+        images = shifted(
             self._training.images[chosen], seed=self.seed, start=start, padding=self.padding, flip=self.flip
         )
         return self.normalized(images), torch.from_numpy(self._training.labels[chosen])
 
-    def normalized(self, images: sampling.Pixels) -> torch.Tensor:
+    def normalized(self, images: Pixels) -> torch.Tensor:
         """Convert bytes of shape ``(B, H, W, 3)`` to the model's input: float32 of shape ``(B, 3, H, W)``."""
-        return sampling.normalized(images, self.mean, self.std, channels_last=self.channels_last)
+        return normalized(images, self.mean, self.std, channels_last=self.channels_last)
 
     def suiting(self, *, classes: int, image_size: int) -> list[Problem]:
         """Return the problems of a model with this number of classes and image size.
@@ -91,3 +97,47 @@ class ImageArrays(Images):
     @cached_property
     def _held_out(self) -> Labeled:
         return self.read(held_out=True)
+
+
+def shifted(images: Pixels, *, seed: int, start: int, padding: int, flip: bool) -> Pixels:
+    """Shift each image by up to ``padding`` pixels in both directions, and mirror about half of them if ``flip``.
+
+    This is a random crop, of the original size, from the image padded with black. It depends only on the seed and the
+    image's number in the stream, counted from ``start``. The images are new, of the same shape.
+    """
+    count, height, width, _ = images.shape
+    chance = draws(seed, start, start + count)
+    places = np.uint64(2 * padding + 1)
+    top, left = chance % places, chance // places % places
+    moved = _crops(images, top.astype(np.intp), left.astype(np.intp), padding)
+    if flip:
+        mirrored = (chance % np.uint64(2)).astype(bool)  # independent of the remainders by an odd number above
+        whole = moved.view("V3")  # three-byte pixels, which are faster to move than single bytes
+        whole[mirrored] = whole[mirrored, :, ::-1]
+    return moved.reshape(count, height, width, 3)
+
+
+def normalized(
+    images: Pixels, mean: Sequence[float], std: Sequence[float], *, channels_last: bool = True
+) -> torch.Tensor:
+    """Normalize bytes to ``(x / 255 - mean) / std`` by channel: float32 of shape ``(B, 3, H, W)``.
+
+    ``torch.channels_last`` is fastest for convolutions and free here.
+    """
+    count, height, width, channels = images.shape
+    mean_, std_ = torch.tensor(mean), torch.tensor(std)
+    # Treat width and channels as one row: looping over a dimension as short as the channels costs more than the sums.
+    rows = torch.from_numpy(images.reshape(count, height, width * channels)).to(torch.float32)
+    rows.mul_((1 / (255 * std_)).repeat(width)).sub_((mean_ / std_).repeat(width))
+    result = rows.view(count, height, width, channels).permute(0, 3, 1, 2)
+    return result if channels_last else result.contiguous()
+
+
+def _crops(images: Pixels, top: npt.NDArray[np.intp], left: npt.NDArray[np.intp], padding: int) -> Pixels:
+    """Return the crop of each padded image that starts at row ``top`` and column ``left``, ``(B, H, 3 W)``."""
+    count, height, width, channels = images.shape
+    bordered = np.zeros((count, height + 2 * padding, width + 2 * padding, channels), np.uint8)
+    bordered[:, padding : padding + height, padding : padding + width] = images
+    rows = bordered.reshape(count, height + 2 * padding, (width + 2 * padding) * channels)
+    windows = sliding_window_view(rows, (height, width * channels), axis=(1, 2))[:, :, ::channels]
+    return windows[np.arange(count), top, left]  # type: ignore[no-any-return]

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from ptdbench.data import sampling
-from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images, missing_folder
-from ptdbench.data.sampling import draws
+from ptdbench.data.arrays import Pixels, normalized
+from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images, draws, missing_folder, shuffled
 from ptdbench.launch.settings import own_cores
 from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
 
@@ -32,8 +31,6 @@ STD = (0.229, 0.224, 0.225)
 _SCALE, _LOG_RATIO = (0.08, 1.0), tuple(torch.log(torch.tensor((3 / 4, 4 / 3))).tolist())
 
 _MOST_WORKERS = 8  # per rank; each keeps prefetched batches in memory
-
-Transform = Callable[[Any], Any]  # from a PIL image to another
 
 
 class ImageFolder(Images):
@@ -120,7 +117,7 @@ class ImageFolder(Images):
         Raises:
             ValueError: A file cannot be read as an image; the message names it.
         """
-        chosen = sampling.shuffled(len(self._training), self.seed, start, stop)
+        chosen = shuffled(len(self._training), self.seed, start, stop)
         chances = draws(self.seed, start, stop).tolist()
         paths, labels = zip(*(self._training.samples[index] for index in chosen), strict=True) if chances else ((), ())
         images = [
@@ -128,11 +125,11 @@ class ImageFolder(Images):
         ]
         return self.batch(images), torch.tensor(labels, dtype=torch.int64)
 
-    def batch(self, images: list[sampling.Pixels]) -> torch.Tensor:
+    def batch(self, images: list[Pixels]) -> torch.Tensor:
         """Convert images of shape ``(H, W, 3)`` to the model's input: float32 of shape ``(B, 3, H, W)``."""
         size = self.image_size
         together = np.stack(images) if images else np.empty((0, size, size, 3), np.uint8)
-        return sampling.normalized(together, MEAN, STD, channels_last=self.channels_last)
+        return normalized(together, MEAN, STD, channels_last=self.channels_last)
 
     def _augmented(self, image: Any, chance: int) -> Any:
         """Apply ``RandomResizedCrop`` and ``RandomHorizontalFlip`` to an image as after ``manual_seed(chance)``.
@@ -168,7 +165,7 @@ class ImageFolder(Images):
         return files
 
 
-def read(path: str, transform: Transform) -> sampling.Pixels:
+def read(path: str, transform: Callable[[Any], Any]) -> Pixels:
     """Read and transform an image: uint8 of shape ``(H, W, 3)``; raise ValueError if the file is not an image."""
     from torchvision.datasets.folder import pil_loader
 

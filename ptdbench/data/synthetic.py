@@ -5,8 +5,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ptdbench.data.protocol import Batch, Data, Images, Sequences
-from ptdbench.data.sampling import draws
+from ptdbench.data.protocol import Batch, Data, Images, Sequences, below, draws, uniform
 from ptdbench.problems import at_least, require
 
 
@@ -26,8 +25,7 @@ class SyntheticTokens(Sequences):
     def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``: inputs and next-token targets, int64 of shape ``(B, T)``."""
         length = self.sequence_length + 1  # one more for the last target
-        bits = draws(self.seed, start * length, stop * length).reshape(-1, length)
-        tokens = torch.from_numpy((bits % np.uint64(self.vocabulary)).astype(np.int64))
+        tokens = below(self.vocabulary, draws(self.seed, start * length, stop * length).reshape(-1, length))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -53,8 +51,7 @@ class SyntheticImages(Images):
 
         Pixels have mean 0 and variance 1, like normalized images.
         """
-        chosen = draws(self.seed, start, stop) % np.uint64(self.pool)
-        index = torch.from_numpy(chosen.astype(np.int64))
+        index = below(self.pool, draws(self.seed, start, stop))
         return self._images[index], index % self.classes
 
     @cached_property
@@ -84,10 +81,7 @@ class SyntheticVectors(Data):
 
     def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``: float32 of shapes ``(B, inputs)`` and ``(B, outputs)``."""
-        bits = draws(self.seed, start * self.inputs, stop * self.inputs)
-        # Uniform in [-1, 1) from 24 bits, the precision of float32.
-        x = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
-        x = x.reshape(-1, self.inputs)
+        x = uniform(draws(self.seed, start * self.inputs, stop * self.inputs)).reshape(-1, self.inputs)
         j = np.arange(self.outputs)
         y = x[:, j % self.inputs] * (1 + x[:, (j + 1) % self.inputs])
         return torch.from_numpy(x), torch.from_numpy(y)

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptdbench.data.protocol import Batch, Data
-from ptdbench.data.sampling import draws
+from ptdbench.data.protocol import Batch, Data, below, draws, uniform
 from ptdbench.problems import Problem, at_least, require
 
 #: The share of tokens to predict in masked language modelling, as in BERT: one of this many.
@@ -90,8 +89,8 @@ class SyntheticInputs(Data):
             return torch.empty(count, 0)
         bits = draws(self.seed + 1, start * (self._length or 1), stop * (self._length or 1)).reshape(count, -1)
         if self._kind == "classes":
-            return torch.from_numpy((bits[:, 0] % np.uint64(self._classes)).astype(np.int64))
-        targets = torch.from_numpy((bits % np.uint64(self._text.vocab_size)).astype(np.int64))
+            return below(self._classes, bits[:, 0])
+        targets = below(self._text.vocab_size, bits)
         if self._kind == "causal":
             tokens = inputs["input_ids"]
             return torch.cat([tokens[:, 1:], targets[:, -1:]], 1)
@@ -102,10 +101,7 @@ class SyntheticInputs(Data):
     def _drawn(self, number: int, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         size = int(np.prod(shape))
         bits = draws(self.seed + 2 + number, start * size, stop * size).reshape(stop - start, *shape)
-        if _dtype(name) == torch.int64:
-            return torch.from_numpy((bits % np.uint64(self._text.vocab_size)).astype(np.int64))
-        # Uniform in [-1, 1) from 24 bits, the precision of float32.
-        return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1))
+        return below(self._text.vocab_size, bits) if _dtype(name) == torch.int64 else torch.from_numpy(uniform(bits))
 
 
 def _dtype(name: str) -> torch.dtype:

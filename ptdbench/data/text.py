@@ -14,10 +14,8 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ptdbench.data import corpus
-from ptdbench.data.corpus import Tokenizer
-from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Sequences
-from ptdbench.data.sampling import draws
-from ptdbench.data.tokens import Stored, TokenChunk, Tokens, cached_tokens
+from ptdbench.data.corpus import Stored, TokenChunk, Tokenizer, Tokens, cached_tokens
+from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Sequences, draws
 from ptdbench.files import user_cache
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, at_least, nearest, require, try_these
 

@@ -3,7 +3,7 @@
 On virtual GPUs, some ranks may be absent. The others need three things of them. Objects, small figures and barriers:
 :class:`PresentCollectives` answers with the value of the last present rank before the absent one. Store keys, from
 which process groups are made: :class:`Answers` has them. Messages of device memory: the virtual GPU discards them, see
-:mod:`ptdbench.virtual.library`.
+:mod:`ptdbench.virtual.machine`.
 """
 
 import errno

@@ -1,17 +1,21 @@
-"""Builds the object that a config group's choice describes: ``_target_`` called with the options beside it."""
+"""Builds what a config group's choice describes: ``_target_`` called with the options beside it; and GPUs by name."""
 
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from ptdbench.problems import ConfigError, Problem, first_line, message_of, nearest, require, try_these, under
 from ptdbench.setup import signature
-from ptdbench.setup.config import Call, Config
+from ptdbench.setup.config import Call, Config, conf_folder
 from ptdbench.virtual.device import Device
 from ptdbench.virtual.machine import Machine
 
@@ -28,7 +32,9 @@ _OF_HYDRA = ("_args_", "_convert_", "_recursive_")
 logging.getLogger("hydra.utils").disabled = True
 
 # Importing torchao, as transformers does, makes torch warn twice per process about something only torchao can change.
-logging.getLogger("torch.utils._pytree").addFilter(lambda told: "register_constant() on Enum" not in told.getMessage())
+logging.getLogger("torch.utils._pytree").addFilter(
+    lambda record: "register_constant() on Enum" not in record.getMessage()
+)
 
 
 def build(config: Config, group: str) -> Any:
@@ -44,12 +50,45 @@ def virtual(config: Config) -> Machine | None:
         return None
     if not isinstance(gpu := config.call("virtual").options.get("gpu", {}), Mapping):
         raise ConfigError([Problem("virtual.gpu", gpu, "is a group of options")])
-    figures = {name: value for name, value in gpu.items() if name != "_target_"}
     if gpu.get("_target_") == _DEVICE:  # built here to name its options in full, as they are typed
-        under("virtual.gpu", require, *signature.problems(Device, figures, group="virtual.gpu"))
-        under("virtual.gpu", Device, **figures)
+        _device({name: value for name, value in gpu.items() if name != "_target_"}, "virtual.gpu")
     machine: Machine = build(config, "virtual")
     return machine
+
+
+def gpu_names() -> list[str]:
+    """Return the names of all GPU models that ``virtual=`` takes."""
+    return sorted(path.stem for path in (conf_folder() / "virtual").glob("*.yaml") if path.stem != "none")
+
+
+def gpu(name: str) -> Device:
+    """Return the GPU model of a name, or of a YAML file like those in ``conf/virtual``; composes no configuration.
+
+    Raises:
+        ConfigError: There is no such model or file, or its figures are impossible.
+    """
+    is_file = name.endswith((".yaml", ".yml"))
+    if not is_file and name not in gpu_names():
+        raise ConfigError([Problem("GPU", name, "no such GPU", try_these(nearest(name, gpu_names()) or gpu_names()))])
+    try:
+        figures = _figures(Path(name) if is_file else conf_folder() / "virtual" / f"{name}.yaml")
+    except (OSError, OmegaConfBaseException, YAMLError, KeyError, TypeError, ValueError) as error:
+        rule = f"describes no GPU: {first_line(error)}"
+        raise ConfigError([Problem("GPU", name, rule, "see conf/virtual/h100.yaml for what it needs")]) from None
+    return _device(figures, "gpu")
+
+
+def _figures(path: Path) -> dict[str, Any]:
+    """Return the figures of a file, including those it inherits from the models in its defaults."""
+    written: Any = OmegaConf.to_container(OmegaConf.load(path))
+    bases = [base for base in written.get("defaults", []) if base in gpu_names()]
+    inherited = [item for base in bases for item in _figures(conf_folder() / "virtual" / f"{base}.yaml").items()]
+    return {**dict(inherited), **written["gpu"]}
+
+
+def _device(figures: Mapping[str, Any], group: str) -> Device:
+    under(group, require, *signature.problems(Device, figures, group=group))
+    return under(group, Device, **figures)
 
 
 def bound(config: Config, group: str, *passed: str) -> Callable[..., Any]:

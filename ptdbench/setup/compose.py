@@ -41,15 +41,11 @@ from ptdbench.problems import (
 )
 from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
-from ptdbench.setup.config import GROUPS, Config, read
-from ptdbench.setup.gpus import conf_folder
+from ptdbench.setup.config import GROUPS, Config, conf_folder, read
 from ptdbench.terminal import command, plain
 
 #: Hydra's exceptions for an invalid command line or file; :func:`_compose` converts further ones to these.
 _REFUSALS = (HydraException, OmegaConfBaseException, ValueError, IndexError)
-
-#: Prefixes of a launcher's choice and options.
-_LAUNCHERS = (LAUNCHER, "hydra.launcher.")
 
 #: Hydra's message if a choice overrides choices inside its own package, which has none.
 _MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.")
@@ -65,9 +61,6 @@ _ELSEWHERE = {
     "parallel=zero3": "fsdp",
     "parallel=none": "single",
 }
-
-#: Prefix of a sweep's lists that are defined in a file.
-_PARAMS = "hydra.sweeper.params"
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,8 @@ class Composed:
         """
         loader = GlobalHydra.instance().config_loader()
         ours = [word for word in self.typed if not option(word).startswith(("hydra.", "hydra/"))]
-        hydras = [word for word in self.hydras if not (instead and option(word).startswith(_LAUNCHERS))]
+        replaced = (LAUNCHER, "hydra.launcher.") if instead else ()
+        hydras = [word for word in self.hydras if not option(word).startswith(replaced)]
         return loader.load_configuration(self.source.name, [*ours, *hydras, *instead], RunMode.MULTIRUN)
 
 
@@ -375,7 +369,11 @@ def _unfit(overrides: Sequence[Override]) -> Iterator[Problem]:
         if isinstance(value, list) and name in groups:  # Hydra would merge the choices
             remedy = f"try -m {name}={','.join(map(str, value))}"
             yield Problem(name, _typed_value(override), "is more than one choice in one run", remedy)
-        if override.is_hydra_override() and override.is_sweep_override() and not name.startswith(_PARAMS):
+        if (
+            override.is_hydra_override()
+            and override.is_sweep_override()
+            and not name.startswith("hydra.sweeper.params")
+        ):
             rule = "Hydra's own options have one value in a sweep"
             yield Problem(name, _typed_value(override), rule, "start one sweep for each")
 
@@ -437,7 +435,7 @@ def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
     is_own = target and (not _SHIPPED.match(target) or any(word.startswith(f"{group}._target_=") for word in sound))
     if beside == {} or is_own:  # keys of the user's own, as in cluster.extra, or arguments of a class
         near = nearest(last, [key for key in map(str, beside or ()) if key not in OF_CHOICE])
-        return try_these([*(f"{group}.{one}" for one in near), in_shell(f"+{name}", _typed_value(override))])
+        return try_these([*(f"{group}.{key}" for key in near), in_shell(f"+{name}", _typed_value(override))])
     shown = "hydra" if name.startswith("hydra.") else "job"
     return try_these(_similar(name, [*_groups(), *options])) or f"see {command()} --cfg {shown}"
 
@@ -481,7 +479,7 @@ def _similar(name: str, options: Sequence[str]) -> list[str]:
     last = name.rpartition(".")[2]
     sharing = [leaf for leaf in by_last if {*last.split("_")} & {*leaf.split("_")}]
     whole = nearest(name, options) if last == name else []
-    alike = [one for leaf in (last, *sharing) for one in by_last.get(leaf, [])]
+    alike = [option for leaf in (last, *sharing) for option in by_last.get(leaf, [])]
     similar = dict.fromkeys([*alike, *whole, *(by_last[leaf][0] for leaf in nearest(last, by_last))])
     group = name.removesuffix(last)
     return sorted(similar, key=lambda option: not option.startswith(group))[:3]

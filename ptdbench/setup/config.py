@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
@@ -285,6 +286,13 @@ class Config:
             rule = f"is a group of options; see {command()} --cfg job --package {name}"
             raise ConfigError([Problem(name, options, rule)])
         return options
+
+
+def conf_folder() -> Path:
+    """Return the folder ``conf``: at the top of a checkout, or inside the package if installed from a wheel."""
+    package = Path(__file__).parents[1]
+    shipped = package / "conf"
+    return shipped if shipped.is_dir() else package.with_name("conf")
 
 
 def read(composed: DictConfig) -> Config:

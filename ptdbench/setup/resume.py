@@ -105,9 +105,8 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
             raise ConfigError([Problem(RESHAPE, True, rule, f"omit it, or all but {RUN} and the ranks of cluster")])
         if moves and len(others) == len(place):
             _refuse_complete(directory, run)
-        kept = [word for word in _without(kept, others) if option(word) not in (RUN, "repeat.block")]
-        replaced = _replaced(directory, others, earlier)
-        kept = [word for word in kept if not option(word).startswith(replaced)]
+        dropped = (RUN, "repeat.block", *_replaced(directory, others, earlier))
+        kept = [word for word in _without(kept, others) if not option(word).startswith(dropped)]
         return Line([*kept, *hydras, *others, f"{RUN}={quoted(str(directory.resolve()))}"], None)
     _refuse_complete(directory, run)
     if world is None and (sweep := _submitted_by(directory)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,43 +75,48 @@ def of(composed: Composed, repeats: bool = True) -> list[Run]:
     Without ``repeats``, each configuration is one run.
     """
     if not composed.is_sweep:
-        return [_read(composed.wholes[0], composed.configs[0], composed.typed, 0, None, None)]
+        return [_read(composed, composed.wholes[0], composed.configs[0], composed.typed, 0)]
     count = len(composed.wholes)
     ordered = order(count, composed.configs[0].repeat) if repeats else [(place, None) for place in range(count)]
     parts = [*zip(composed.wholes, composed.configs, composed.overrides, strict=True)]
-    unnamed = [_read(*parts[place], place, number, block) for number, (place, block) in enumerate(ordered)]
-    return [_named(run, composed.swept) for run in unnamed]
+    return [_read(composed, *parts[place], place, number, block) for number, (place, block) in enumerate(ordered)]
 
 
 def of_search(composed: Composed, whole: DictConfig, overrides: Sequence[str], number: int) -> Run:
     """Return the run that a sweeper has just chosen, of a configuration with Hydra's own node."""
-    return _named(_read(whole, without_hydra(whole), overrides, number, number, None), composed.swept)
-
-
-def _named(run: Run, swept: Collection[str]) -> Run:
-    """Put a run's values of the swept options into its directory's name, in place of ``{swept}``: ``_lr-0.001``."""
-    names, typed = short_names(swept), values(run.overrides)
-    of_label = ("model", "parallel", "workload", *(name for name in swept if name.endswith(OF_CHOICE)))
-    chosen = {names[name]: typed[name].strip("'\"") for name in swept if name in typed and name not in of_label}
-    words = "".join(f"_{name}={value}" for name, value in chosen.items())
-    return replace(run, subdirectory=run.subdirectory.replace("{swept}", store.file_name(words)))
+    return _read(composed, whole, without_hydra(whole), overrides, number, number)
 
 
 def _read(
-    whole: DictConfig, config: Config, overrides: Sequence[str], alternative: int, number: int | None, block: int | None
+    line: Composed,
+    whole: DictConfig,
+    config: Config,
+    overrides: Sequence[str],
+    alternative: int,
+    number: int | None = None,
+    block: int | None = None,
 ) -> Run:
     job = numbered(whole, number, block)
     composed: Any = OmegaConf.to_container(job, resolve=False, enum_to_str=True)
+    place = "." if number is None else str(Path(job.hydra.sweep.subdir))
     return Run(
         config=config if block is None else config.changed({"repeat.block": block}),
         overrides=[*overrides, *([] if block is None else [f"repeat.block={block}"])],
         alternative=alternative,
         number=number,
-        subdirectory="." if number is None else str(Path(job.hydra.sweep.subdir)),
+        subdirectory=place.replace("{swept}", _values_in_name(line.swept, values(overrides))),
         environment={str(name): str(value) for name, value in job.hydra.job.env_set.items()},
         composed=composed,
         block=block,
     )
+
+
+def _values_in_name(swept: Collection[str], typed: Mapping[str, str]) -> str:
+    """Return a run's values of the swept options for its directory's name: ``_lr-0.001``."""
+    names = short_names(swept)
+    of_label = ("model", "parallel", "workload", *(name for name in swept if name.endswith(OF_CHOICE)))
+    chosen = {names[name]: typed[name].strip("'\"") for name in swept if name in typed and name not in of_label}
+    return store.file_name("".join(f"_{name}={value}" for name, value in chosen.items()))
 
 
 def numbered(whole: DictConfig, number: int | None, block: int | None = None) -> DictConfig:

@@ -2,8 +2,7 @@
 
 Every config group ends in a call (``_target_`` and its arguments). The callable's annotations are the schema, so that
 an option is declared once, where it is used, and all problems are found before anything is called. Not with pydantic:
-its ``validate_call`` by default converts values (``"5"`` and ``5.0`` pass for 5), has to wrap third-party classes, and
-names neither the option as it is typed nor the nearest one.
+its ``validate_call`` by default converts values (``"5"`` and ``5.0`` pass for 5), and has to wrap third-party classes.
 """
 
 import inspect
@@ -74,55 +73,48 @@ def problems(
             prefixes = {name: "+" * (name not in options) for name in close}  # one that no file sets is added
             meant = [f"{prefixes[name]}{group}.{name}" if group else name for name in close]
             refusals.append(Problem(option, value, "there is no such option", try_these(meant)))
-        elif option in hints and not any(_fits_one(value, member) for member in _alternatives(hints[option])):
-            rule = f"must be {_spelled(hints[option])}"
-            remedy = _QUOTE if isinstance(value, list) and _LISTS[str,] in rule else ""
-            refusals.append(Problem(option, value, rule, remedy))
-        elif option in hints and isinstance(value, int | float):
-            limits = [limit for limit in _limits(hints[option]) if not limit.holds(value)]
-            refusals += [Problem(option, value, limit.rule, limit.remedy) for limit in limits]
+        elif option in hints:
+            fitting = [limits for member, limits in _alternatives(hints[option]) if _fits(value, member)]
+            exceeded = [limit for limits in fitting for limit in limits if not limit.holds(value)]
+            refusals += [Problem(option, value, limit.rule, limit.remedy) for limit in exceeded]
+            if not fitting:
+                rule = f"must be {_spelled(hints[option])}"
+                remedy = _QUOTE if isinstance(value, list) and _LISTS[str,] in rule else ""
+                refusals.append(Problem(option, value, rule, remedy))
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in options and name not in passed:
             refusals.append(Problem(name, "(not set)", "must be given"))
     return refusals
 
 
-def _alternatives(hint: Any) -> list[Any]:
+def _alternatives(hint: Any) -> list[tuple[Any, Sequence[Limit]]]:
     """List a union's members; if there are numbers, only those a config can hold: ``float`` of ``float | Tensor``."""
     members = list(_members(hint))
-    if not any(member in (int, float) for member in members):
+    if not any(member in (int, float) for member, _ in members):
         return members
-    return [member for member in members if member in KINDS or get_origin(member) or member is Any]
+    return [pair for pair in members if pair[0] in KINDS or get_origin(pair[0]) or pair[0] is Any]
 
 
-def _members(hint: Any) -> Iterator[Any]:
+def _members(hint: Any, limits: Sequence[Limit] = ()) -> Iterator[tuple[Any, Sequence[Limit]]]:
+    """Yield a union's members, each with its limits."""
     if get_origin(hint) in (Union, types.UnionType):
         for member in get_args(hint):
             yield from _members(member)
     elif get_origin(hint) is Annotated:
-        yield from _members(get_args(hint)[0])
+        yield from _members(get_args(hint)[0], [limit for limit in hint.__metadata__ if isinstance(limit, Limit)])
     elif isinstance(hint, TypeVar) and hint.__bound__:
         yield from _members(hint.__bound__)
     else:
-        yield hint
+        yield hint, limits
 
 
-def _limits(hint: Any) -> Iterator[Limit]:
-    """Yield the limits in a type, or in a member of a union."""
-    if get_origin(hint) is Annotated:
-        yield from (limit for limit in hint.__metadata__ if isinstance(limit, Limit))
-    elif get_origin(hint) in (Union, types.UnionType):
-        for member in get_args(hint):
-            yield from _limits(member)
-
-
-def _fits_one(value: Any, hint: Any) -> bool:
+def _fits(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if origin in (list, tuple, Sequence):
         kind = get_args(hint)
-        return isinstance(value, list | tuple) and (kind not in _LISTS or all(_fits_one(item, *kind) for item in value))
+        return isinstance(value, list | tuple) and (kind not in _LISTS or all(_fits(item, *kind) for item in value))
     if origin in (dict, Mapping):
         return isinstance(value, Mapping)
     if hint in (int, float) and isinstance(value, bool):
@@ -134,7 +126,7 @@ def _fits_one(value: Any, hint: Any) -> bool:
 def _spelled(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     spelled = []
-    for member in _alternatives(hint):
+    for member, _ in _alternatives(hint):
         if get_origin(member) is Literal:
             spelled += [as_typed(choice) for choice in get_args(member)]
         else:

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ptdbench.data import own
-from ptdbench.data.protocol import Data
+from ptdbench.data.protocol import Data, adapt
 from ptdbench.models import foreign
 from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, members, module_of
 from ptdbench.models.state import Modes, failure, observe
@@ -241,7 +240,7 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _data(config: Config) -> Data:
-    return own.adapt(choices.build(config, "data"), config.call("data").target, config.general.seed)
+    return adapt(choices.build(config, "data"), config.call("data").target, config.general.seed)
 
 
 def _schedule(config: Config) -> Schedule:
@@ -331,9 +330,8 @@ def _check_data(config: Config, model: Model, data: Data, on_gpu: bool) -> None:
             rule = f"must be {size}, that of model={call.name}, for which FLOPs are counted"
             require(Problem(f"data.{name}", data_size, rule, f"try model.{name}={data_size}"))
     error = failure(module_of(model), data.example())
-    if error and not (
-        on_gpu and isinstance(error, RuntimeError | AssertionError)
-    ):  # code for GPUs may run nowhere else
+    only_on_gpu = on_gpu and isinstance(error, RuntimeError | AssertionError)  # code for GPUs may run nowhere else
+    if error and not only_on_gpu:
         rule = f"does not suit model={call.name}: {first_line(error)}"
         remedy = ""
         if isinstance(model, foreign.Adapted):

@@ -36,7 +36,7 @@ from ptdbench.report.display import Heading, headed
 from ptdbench.report.labels import titles
 from ptdbench.report.remarks import reason
 from ptdbench.run import launched
-from ptdbench.setup import hydra_output, run_spec
+from ptdbench.setup import hydra_side, run_spec
 from ptdbench.setup import runs as setup_runs
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, quoted
 from ptdbench.setup.compose import Composed
@@ -154,7 +154,7 @@ class Agenda:
             if run.summary:
                 run_spec.require_same_shape(self.place(run), run.summary, run.config.general.reshape)
             self._write(run)
-            hydra_output.write_files(run, self.place(run), self.directory if self.is_sweep else None)
+            hydra_side.write_files(run, self.place(run), self.directory if self.is_sweep else None)
         except ConfigError as held:
             if self.searches or not self.is_sweep:  # the next runs depend on this one
                 raise
@@ -304,7 +304,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
         loader = GlobalHydra.instance().config_loader()
         handed = [f"{LAUNCHER}={ptdbench_launcher.NAME}", f"hydra.sweep.dir={quoted(str(agenda.directory))}"]
         sweep = composed.sweep(instead=handed)
-        hydra_output.write_multirun(composed.sweep(), agenda.directory)  # as it was typed, so that it can be resumed
+        hydra_side.write_multirun(composed.sweep(), agenda.directory)  # as it was typed, so that it can be resumed
 
         def execute_batch(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
             for words in job_overrides:

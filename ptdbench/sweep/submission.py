@@ -21,7 +21,7 @@ from ptdbench.records import failure, ledger, store
 from ptdbench.records.effects import leaves
 from ptdbench.records.run_record import NOT_SUBMITTED
 from ptdbench.setup.config import Slurm
-from ptdbench.setup.hydra_options import OPTIONS
+from ptdbench.setup.hydra_side import LAUNCHER_OPTIONS
 from ptdbench.setup.runs import Run, Shape
 from ptdbench.sweep import resources, status
 from ptdbench.sweep.resources import Output, Step, in_container, mounted_folders, outermost
@@ -121,10 +121,10 @@ class Array:
         return outermost(path for run in runs for path in mounted_folders(run.config, self.sweep))
 
     def script(self, options: Mapping[str, Any]) -> str:
-        """Return the script; ``options`` are the launcher's own, see :data:`ptdbench.setup.hydra_options.OPTIONS`."""
+        """Return the script; ``options`` are the launcher's own, those of :data:`LAUNCHER_OPTIONS`."""
         count, cluster = len(self.jobs), self.cluster
         chosen = {name: value for name, value in options.items() if value is not None}
-        parallel, delay = (int(chosen.get(name, default)) for name, default in OPTIONS.items())
+        parallel, delay = (int(chosen.get(name, default)) for name, default in LAUNCHER_OPTIONS.items())
         flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
         if count > 1:
             flags["array"] = f"0-{count - 1}%{min(parallel, count)}"

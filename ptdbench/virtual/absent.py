@@ -173,27 +173,27 @@ def _with_fakes(make: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _answered(function: Any, ranks: Present, *arguments: Any, **options: Any) -> Any:
-    """Carry out one of torch's collectives of objects: each rank's value, or those of the root, go into its list.
+    """Do one of torch's collectives of objects: each rank's value, or those of the root, go into its list.
 
     Likewise a transfer of objects; the receiver returns the sender's rank.
     """
     bound = inspect.signature(function).bind(*arguments, **options)
     bound.apply_defaults()
-    given = bound.arguments
-    group = given["group"] or dist.distributed_c10d._get_default_group()
+    passed = bound.arguments
+    group = passed["group"] or dist.distributed_c10d._get_default_group()
     among = list(dist.get_process_group_ranks(group))
     if (end := {"send_object_list": "dst", "recv_object_list": "src"}.get(function.__name__)) is not None:
-        peer = given[f"group_{end}"] if given[end] is None else among.index(given[end])
+        peer = passed[f"group_{end}"] if passed[end] is None else among.index(passed[end])
         if end == "dst":
-            return ranks.send(given["object_list"], peer - dist.get_rank(group), among)
-        given["object_list"][:] = ranks.receive(dist.get_rank(group) - peer, among)
+            return ranks.send(passed["object_list"], peer - dist.get_rank(group), among)
+        passed["object_list"][:] = ranks.receive(dist.get_rank(group) - peer, among)
         return among[peer]
-    sent = next(given[name] for name in ("obj", "scatter_object_input_list", "object_list") if name in given)
+    sent = next(passed[name] for name in ("obj", "scatter_object_input_list", "object_list") if name in passed)
     values = ranks.gather(sent, among)
-    if "src" in given:
-        place = (given["group_src"] or 0) if given["src"] is None else among.index(given["src"])
+    if "src" in passed:
+        place = (passed["group_src"] or 0) if passed["src"] is None else among.index(passed["src"])
         values = values[place] or [None] * len(among)
-    if "scatter_object_output_list" in given:
-        given["scatter_object_output_list"][0] = values[dist.get_rank(group)]
-    elif (taken := given.get("object_list", given.get("object_gather_list"))) is not None:
+    if "scatter_object_output_list" in passed:
+        passed["scatter_object_output_list"][0] = values[dist.get_rank(group)]
+    elif (taken := passed.get("object_list", passed.get("object_gather_list"))) is not None:
         taken[:] = values

@@ -2,7 +2,7 @@
  * objects that ranks send each other.
  *
  * Kernels are recognized by name, and their arguments are read by the layouts of ATen's headers, which are private to
- * torch and may change between versions. Each layout is described at the struct that reads it. selftest.py tests each
+ * torch and may change between versions. Each layout is described at the struct that reads it. computed.py tests each
  * kind with the installed torch; PTDBENCH_VIRTUAL_COMPUTED names those that passed, and the others are not computed.
  */
 #include "arguments.h"

@@ -71,8 +71,8 @@ class Device:
             problems.append(Problem("name", self.name, "must be a name"))
         rates = {name: getattr(self, name) for name in ("bandwidth", "memory_clock", "clock")}
         rates |= {f"peaks.{dtype}": rate for dtype, rate in self.peaks.items()}
-        is_rate = {name: isinstance(rate, int | float) and rate > 0 for name, rate in rates.items()}
-        problems += [Problem(name, rates[name], "must be above 0") for name, fits in is_rate.items() if not fits]
+        wrong = {name: rate for name, rate in rates.items() if not (isinstance(rate, int | float) and rate > 0)}
+        problems += [Problem(name, rate, "must be above 0") for name, rate in wrong.items()]
         negative = [name for name in ("link", "power") if getattr(self, name) < 0]
         problems += [Problem(name, getattr(self, name), "must be at least 0") for name in negative]
         if not re.fullmatch(r"\d+\.\d+", str(self.capability)):
@@ -87,15 +87,8 @@ class Device:
     def settings(self) -> str:
         """Return the device in the format of ``device.c``: ``key=value`` separated by ``;``, the name last."""
         major, minor = str(self.capability).split(".")
-        figures = {
-            **{
-                name: value
-                for name, value in vars(self).items()
-                if name not in ("name", "capability", "peaks", "source", "costs")
-            },
-            "allocatable": self.memory if self.allocatable is None else self.allocatable,
-            "major": major,
-            "minor": minor,
-            **self.peaks,
-        }
+        allocatable = self.memory if self.allocatable is None else self.allocatable
+        figures = {**vars(self), "allocatable": allocatable, "major": major, "minor": minor, **self.peaks}
+        for unread in ("name", "capability", "peaks", "source", "costs"):
+            del figures[unread]
         return ";".join([*(f"{key}={value}" for key, value in figures.items()), f"name=virtual {self.name}"])

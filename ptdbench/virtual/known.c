@@ -69,7 +69,7 @@ API void ptdbench_virtual_allocated(char *address) {
     if (backed_at(address)) memset(address, 0, SMALLEST);
 }
 
-/* For integers.py: whether values are known; makes them so before they are written, false if they cannot be. */
+/* For computed.py: whether values are known; makes them so before they are written, false if they cannot be. */
 API bool ptdbench_virtual_known(const void *address, size_t bytes) { return known(address, bytes); }
 API bool ptdbench_virtual_know(void *address, size_t bytes) {
     return writable(address, bytes) && (know(address, bytes, true), true);

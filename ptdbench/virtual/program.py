@@ -38,10 +38,9 @@ class Ended:
 
 def environment(folder: Path, steps: int | None, stacks: bool) -> dict[str, str]:
     """Return the variables by which the processes of a program are watched, and report to the folder."""
-    paths = {name: [os.environ[name]] if os.environ.get(name) else [] for name in ("PYTHONPATH", "PATH")}
     variables = {
-        "PYTHONPATH": os.pathsep.join([str(_PRELOAD), *paths["PYTHONPATH"]]),
-        "PATH": os.pathsep.join([str(_BIN), *paths["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_PRELOAD), os.environ.get("PYTHONPATH")])),
+        "PATH": os.pathsep.join(filter(None, [str(_BIN), os.environ.get("PATH")])),
         watch.FOLDER: str(folder),
     }
     return variables | ({watch.STEPS: str(steps)} if steps else {}) | ({watch.STACKS: "1"} if stacks else {})
@@ -81,7 +80,10 @@ def execute(
     with _signals_for(processes):
         try:
             for words, environ in commands:
-                processes.append(_started(words, environ, stdout))
+                try:
+                    processes.append(subprocess.Popen(words, env=environ, stdout=stdout))
+                except OSError as error:
+                    raise ConfigError([Problem("COMMAND", words[0], f"cannot be started: {error.strerror}")]) from None
             was_stopped = _await_end(processes, folder, steps)
         finally:
             _end_all(processes)
@@ -93,15 +95,8 @@ def execute(
 
 def reports(folder: Path) -> list[dict[str, Any]]:
     """Return the reports in a folder, by rank, then by process."""
-    found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return sorted(found, key=lambda report: (report["rank"], report["pid"]))
-
-
-def _started(words: Sequence[str], environ: Mapping[str, str], stdout: int | None) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(words, env=environ, stdout=stdout)
-    except OSError as error:
-        raise ConfigError([Problem("COMMAND", words[0], f"cannot be started: {error.strerror}")]) from None
+    written = (json.loads(path.read_text()) for path in folder.glob("*.json"))
+    return sorted(written, key=lambda report: (report["rank"], report["pid"]))
 
 
 def _await_end(processes: Sequence[subprocess.Popen[bytes]], folder: Path, steps: int | None) -> bool:
@@ -123,21 +118,17 @@ def _await_end(processes: Sequence[subprocess.Popen[bytes]], folder: Path, steps
 def _end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """End processes that are still running, and all that they started: first with SIGTERM, at last with SIGKILL."""
     running = [process for process in processes if process.poll() is None]
-    inside = [child for process in running for child in _descendants(process.pid)]
+    inside: list[psutil.Process] = []
     for process in running:
+        with suppress(psutil.NoSuchProcess):
+            inside += psutil.Process(process.pid).children(recursive=True)
         process.terminate()
     _, left = psutil.wait_procs([psutil.Process(process.pid) for process in running], timeout=_GRACE)
-    for one in [*left, *inside]:
+    for remaining in [*left, *inside]:
         with suppress(psutil.NoSuchProcess):
-            one.kill()
+            remaining.kill()
     for process in running:
         process.wait()
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).children(recursive=True)
-    return []
 
 
 @contextmanager

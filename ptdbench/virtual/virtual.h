@@ -55,7 +55,7 @@ cudaError_t ready(void);               /* the same; called wherever a device is 
 int has_context(int number);           /* whether this process has a context on a device */
 cudaError_t failed(cudaError_t error); /* returns the error, and keeps it for cudaGetLastError */
 bool alone(void);                      /* this is a single rank of many: messages are discarded */
-bool computes(const char *kind);       /* whether kernels of a kind are computed, see selftest.py */
+bool computes(const char *kind);       /* whether kernels of a kind are computed, see computed.py */
 int unanswered(const char *name, int status); /* reports an unimplemented call once; returns its status */
 
 /* memory.c */

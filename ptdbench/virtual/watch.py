@@ -209,8 +209,8 @@ def _announce_bytes() -> Iterator[tuple[Any, Any]]:
 
 def _announcing(run: Any, bytes_of: Any, announce: Any) -> Any:
     def announcing(kernel: Any, *arguments: Any, **options: Any) -> Any:
-        if told := _safely(bytes_of, kernel, arguments, options):
-            announce(*told)
+        if count_and_guess := _safely(bytes_of, kernel, arguments, options):
+            announce(*count_and_guess)
         return run(kernel, *arguments, **options)
 
     return announcing
@@ -258,9 +258,8 @@ class _Watch:
         self._leader: object = None  #: A reference to the optimizer whose steps count, or the name of a profiler.
         self._before: Account = {}  #: At the last step.
         self._devices: dict[int, dict[str, int]] = {}
-        self._report: dict[str, Any] = {
-            **{**identity(), "pid": os.getpid(), "command": sys.argv, "steps": 0, "devices": self._devices},
-        }
+        facts = {"pid": os.getpid(), "command": sys.argv, "steps": 0, "devices": self._devices}
+        self._report: dict[str, Any] = identity() | facts
         self._log = Log()
         ctypes.CDLL(None).ptdbench_virtual_note_crashes()
         self._hook()
@@ -360,8 +359,8 @@ class _Watch:
         while self._read()["reads"][""] - self._before.get("reads", Counter())[""] < _MOST_READS:
             time.sleep(_LOOK_SECONDS)
         stack = "".join(traceback.format_stack(sys._current_frames().get(main)))
-        told = "it waits for a value of the GPU, and nothing computes there; see the loop below, and leave it out"
-        print(f"virtual GPU: this program never ends: {told}\n{stack}", file=sys.stderr, flush=True)
+        reason = "it waits for a value of the GPU, and nothing computes there; see the loop below, and omit it"
+        print(f"virtual GPU: this program never ends: {reason}\n{stack}", file=sys.stderr, flush=True)
         self._end()
         os._exit(1)
 
@@ -388,8 +387,8 @@ def _safely(function: Any, *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except Exception:
-        told = "virtual GPU: a fault of ptdbench, and none of this program; please report it with what stands above"
-        print(f"{traceback.format_exc()}{told}", file=sys.stderr, flush=True)
+        advice = "virtual GPU: a fault of ptdbench, and none of this program; please report it with what stands above"
+        print(f"{traceback.format_exc()}{advice}", file=sys.stderr, flush=True)
 
 
 def _told(function: Any, tell: Any) -> Any:

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ptdbench.checkpoints import checkpoint_dir, safe_load, saver
+from ptdbench.checkpoints import checkpoint_dir, saver
 from ptdbench.checkpoints.saver import Saver
+from ptdbench.checkpoints.state import load_tensors
 from ptdbench.launch import settings
 from tests.parallel.ranks import on_ranks
 
@@ -27,7 +28,7 @@ def names(run_directory: Path) -> list[str]:
 
 def loaded(run_directory: Path) -> Tensor:
     tensors = {"model.weight": torch.full((4, 5), -1.0)}
-    safe_load.load(checkpoint_dir.newest(run_directory).checkpoint.path, tensors)
+    load_tensors(checkpoint_dir.newest(run_directory).checkpoint.path, tensors)
     return tensors["model.weight"]
 
 
@@ -145,7 +146,7 @@ def test_save_waits_for_the_previous_one(alone, tmp_path, weight, monkeypatch):
     keeper.close()
     assert keeper.saved == [1, 2]
     older = {"model.weight": torch.empty(4, 5)}
-    safe_load.load(tmp_path / "checkpoints" / "step-00000001", older)
+    load_tensors(tmp_path / "checkpoints" / "step-00000001", older)
     assert torch.equal(older["model.weight"], weight["model.weight"])
 
 

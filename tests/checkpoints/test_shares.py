@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.checkpoints import safe_load
 from ptdbench.checkpoints.saver import Saver, Shares
+from ptdbench.checkpoints.state import stored_tensors
 from ptdbench.local_part import local_part
 from tests.checkpoints.test_state import Run
 from tests.daily import cases
@@ -37,7 +37,7 @@ def staged(folder: Path, strategy: str) -> int:
 )
 def test_ranks_copy_each_byte_once(tmp_path, ranks, strategy):
     copied = on_ranks(ranks, staged, tmp_path, strategy)
-    stored = safe_load.names(tmp_path / "checkpoints" / "step-00000001").values()
+    stored = stored_tensors(tmp_path / "checkpoints" / "step-00000001").values()
     saved = [size.numel() * dtype.itemsize for size, dtype in stored]
     assert sum(copied) == sum(saved)
     if strategy == "ddp":

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ptdbench.checkpoints import safe_load
 from ptdbench.checkpoints.saver import Saver
-from ptdbench.checkpoints.state import TrainingState
+from ptdbench.checkpoints.state import TrainingState, stored_tensors
 from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel.engine import Engine
@@ -145,7 +144,7 @@ def buffers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str
     saver, path = saving(folder, 1, state.collect(with_buffers=rank == 0))
     state.restore(path, same_layout=True, group=saver.group)
     saver.close()
-    return before, dict(module.named_buffers()), set(safe_load.names(path))
+    return before, dict(module.named_buffers()), set(stored_tensors(path))
 
 
 @pytest.mark.ranks

@@ -13,7 +13,7 @@ import pytest
 
 from ptdbench.planning import step_time
 from ptdbench.prediction.log import read
-from ptdbench.setup import gpus
+from ptdbench.setup import choices
 from tests.programs import TORCHRUN, call
 from tests.virtual.conftest import shared, start  # noqa: F401 # fixtures
 
@@ -102,7 +102,7 @@ def test_run_of_ours_needs_and_takes_the_same_under_a_launcher(virtual, environ,
     assert done.returncode == 0, done.stderr
     expected = json.loads((tmp_path / "run" / "record.json").read_text())["virtual"]
     record = json.loads(done.stdout)
-    found, step = record["virtual"], step_time.predicted(read(tmp_path / "logs"), gpus.load("h100"))
+    found, step = record["virtual"], step_time.predicted(read(tmp_path / "logs"), choices.gpu("h100"))
     assert record["predicted"]["step_seconds"] == pytest.approx(step.step_seconds, rel=0.01)
     names = ("allocated_bytes", "reserved_bytes")  # rank 0, which checks the run, has its allocator's options too
     # The peak of four steps varies by 512 bytes from run to run, with a log and without.

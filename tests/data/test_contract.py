@@ -95,7 +95,7 @@ def test_all_refused_options_come_at_once(kind, options):
 
 
 def test_every_choice_is_looked_at():
-    others = {"custom", "synthetic_inputs"}  # whose batches are of any form: test_own.py, test_synthetic_inputs.py
+    others = {"custom", "synthetic_inputs"}  # whose batches are of any form: test_protocol.py, test_synthetic_inputs.py
     assert {file.stem for file in (ROOT / "conf" / "data").iterdir()} - others == {name.split()[0] for name in SOURCES}
 
 

@@ -8,7 +8,7 @@ from torchvision.transforms import v2
 
 from ptdbench.data import image_folder
 from ptdbench.data.image_folder import ImageFolder
-from ptdbench.data.sampling import shuffled
+from ptdbench.data.protocol import shuffled
 from tests.data.made import image_files
 from tests.refusals import Abridged, refusal_of
 

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 
-from ptdbench.data.tokens import TokenChunk, cached_tokens, read_tokens
+from ptdbench.data.corpus import TokenChunk, cached_tokens, read_tokens
 from tests.data.made import at_once
 
 TEXT = np.frombuffer(b"the quick brown fox", np.uint8)

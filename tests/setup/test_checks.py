@@ -129,7 +129,7 @@ GPU = torch.device("cuda", 0)
 def fit(monkeypatch):
     """Say what is wrong with a precision on a kind of device, or on a GPU of this name and compute capability."""
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
-    monkeypatch.setattr(checks.fp8, "is_installed", lambda: True)
+    monkeypatch.setattr(checks, "has_torchao", lambda: True)
 
     def wrong(precision: str, device_type: str = "cuda", name: str = "", *capability: int) -> str | None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -173,7 +173,7 @@ def test_what_the_environment_overrides_is_refused(fit, monkeypatch, override, w
 
 
 def test_fp8_needs_torchao(fit, monkeypatch):
-    monkeypatch.setattr(checks.fp8, "is_installed", lambda: False)
+    monkeypatch.setattr(checks, "has_torchao", lambda: False)
     assert fit("fp8") == "needs the package torchao, which is not installed; try pip install 'ptdbench[fp8]', or bf16"
 
 

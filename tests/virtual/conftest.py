@@ -12,8 +12,8 @@ import pytest
 import torch
 from filelock import FileLock
 
-from ptdbench.virtual import library
 from ptdbench.virtual.device import Device
+from ptdbench.virtual.machine import Machine
 from tests.conftest import ROOT
 from tests.programs import call
 
@@ -48,7 +48,7 @@ def start(environ: dict[str, str], shared: Path) -> Start:
         kept = shared / f"{program}.json"
         with FileLock(f"{kept}.lock"):
             if not kept.exists():
-                env = {**environ, **library.environment(DEVICE, 2), "CUDA_VISIBLE_DEVICES": "0,1"}
+                env = environ | Machine(DEVICE).environment(2)
                 done = call(sys.executable, "-m", f"tests.virtual.{program}", cwd=ROOT, environ=env, timeout=120)
                 assert done.returncode == 0, done.stderr
                 kept.write_text(json.dumps({**json.loads(done.stdout.splitlines()[-1]), "errors": done.stderr}))

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ptdbench.data.protocol import Data, HeldOut
-from ptdbench.data.sampling import draws
+from ptdbench.data.protocol import Data, HeldOut, draws
 from ptdbench.models.protocol import FlopsUnknown
 
 CLASSES = 6

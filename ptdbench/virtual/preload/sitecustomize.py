@@ -36,7 +36,7 @@ class _AfterTorch(MetaPathFinder):
 
         def execute_and_watch(module: ModuleType) -> None:
             execute(module)
-            for name in ("absent", "integers", "watch"):
+            for name in ("absent", "computed", "watch"):
                 path = _HERE.parent / f"{name}.py"
                 ours: Any = _execute(importlib.util.spec_from_file_location(f"ptdbench_{name}", path))
                 ours.attach()

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from ptdbench.data.sampling import normalized, shifted
+from ptdbench.data.arrays import normalized, shifted
 
 MEAN = (0.1, 0.5, 0.7)
 STD = (0.2, 0.25, 0.5)

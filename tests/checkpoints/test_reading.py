@@ -13,8 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata
 
-from ptdbench.checkpoints import safe_load
+from ptdbench.checkpoints import state
 from ptdbench.checkpoints.saver import Saver
+from ptdbench.checkpoints.state import load_tensors, stored_tensors
 from ptdbench.problems import ConfigError
 from tests.refusals import refusal_of
 
@@ -53,7 +54,7 @@ def wanted() -> dict[str, Tensor]:
 
 
 def refusal(checkpoint: Path) -> str:
-    (line,) = refusal_of(safe_load.load, checkpoint, wanted()).splitlines()
+    (line,) = refusal_of(load_tensors, checkpoint, wanted()).splitlines()
     assert line.startswith(f"resume={checkpoint}: ")
     return line.removeprefix(f"resume={checkpoint}: ")
 
@@ -68,22 +69,22 @@ def rewrite(checkpoint: Path, of_tensor: Callable[[Any], object]) -> None:
 
 
 def test_tensors_are_loaded_in_place(checkpoint):
-    assert safe_load.names(checkpoint) == {name: (tensor.size(), tensor.dtype) for name, tensor in TENSORS.items()}
+    assert stored_tensors(checkpoint) == {name: (tensor.size(), tensor.dtype) for name, tensor in TENSORS.items()}
     tensors = wanted()
     rooms = dict(tensors)
-    safe_load.load(checkpoint, tensors)
+    load_tensors(checkpoint, tensors)
     for name, tensor in TENSORS.items():
         assert torch.equal(rooms[name], tensor)
         assert tensors[name] is rooms[name]
     with pytest.raises(ConfigError, match=r"Missing key in checkpoint state_dict: model\.other"):
-        safe_load.load(checkpoint, {"model.other": torch.zeros(2)})
+        load_tensors(checkpoint, {"model.other": torch.zeros(2)})
 
 
 def test_metadata_with_code_is_refused(checkpoint, marker):
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Touch(marker)))
     assert refusal(checkpoint).startswith("would run code: .metadata refers to posix.system; ")
     with pytest.raises(ConfigError, match="would run code"):
-        safe_load.names(checkpoint)
+        stored_tensors(checkpoint)
     assert not marker.exists()
     pickle.loads((checkpoint / ".metadata").read_bytes())
     assert marker.exists()  # the trap is one
@@ -152,12 +153,12 @@ def test_damaged_checkpoint_is_refused_with_the_reason(checkpoint, damage, reaso
 def test_signal_is_not_taken_for_a_broken_checkpoint(checkpoint, monkeypatch):
     monkeypatch.setattr(torch, "load", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        safe_load.load(checkpoint, wanted())
+        load_tensors(checkpoint, wanted())
 
 
 def test_properties_of_a_newer_torch_are_dropped() -> None:
     known = metadata.TensorProperties(dtype=torch.bfloat16)
-    read = safe_load._Properties.__new__(safe_load._Properties)
+    read = state._Properties.__new__(state._Properties)
     read.__setstate__((*known.__getstate__(), "of a newer torch"))
     assert type(read) is metadata.TensorProperties
     assert read == known

@@ -1,15 +1,23 @@
-"""Computes whole numbers on virtual GPUs: which experts a token goes to, how many tokens each gets, in which order.
+"""What virtual GPUs compute: whole numbers, by torch on the host; and a self-test of the kernels that they compute.
 
-A router's choice decides how much memory experts take. Nothing computes the scores by which it chooses, so the k
-largest of a row are the next k columns in turn, which gives each expert its share. What follows from that, such as
-counts and orders, is computed by torch on the host, in the memory of the device, which has addresses of this process.
-What ``torch.compile`` turns into kernels of its own is not computed.
+A router's choice decides how much memory experts take: which experts a token goes to, how many tokens each gets, in
+which order. Nothing computes the scores by which it chooses, so the k largest of a row are the next k columns in turn,
+which gives each expert its share. What follows from that, such as counts and orders, is computed by torch on the host,
+in the memory of the device, which has addresses of this process. What ``torch.compile`` turns into kernels of its own
+is not computed.
+
+``computed.c`` reads the arguments of a few of torch's kernels by layouts that are private to torch. As a program, this
+file tests each kind of these on numbers with known results; :class:`ptdbench.virtual.machine.Machine` enables those
+that pass.
 
 Like :mod:`ptdbench.virtual.watch` this imports nothing but torch.
 """
 
 import ctypes
+import json
+import sys
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -63,10 +71,10 @@ def _compute(name: str, arguments: Any, options: Any, results: Any) -> Any:
     if not all(result.is_cuda and _is_whole(result) for result in results):
         return None
     reads = [*filter(torch.is_tensor, tree_leaves(arguments[1:] if name in _WRITERS else (arguments, options)))]
-    known = all(map(_is_known, reads))
-    if name == "copy_" and not known and not _is_whole(reads[0]):
+    are_known = all(map(_is_known, reads))
+    if name == "copy_" and not are_known and not _is_whole(reads[0]):
         return [torch.zeros(reads[0].shape).expand(results[0].shape)]  # floats that nobody computed are zeros
-    if not known or not (name == "copy_" or all(map(_is_whole, reads))):
+    if not are_known or not (name == "copy_" or all(map(_is_whole, reads))):
         return None
     arguments, options = tree_map_only(torch.Tensor, _on_host, (arguments, options))
     if name == "histc":
@@ -94,9 +102,14 @@ def _is_whole(tensor: Any) -> bool:
 
 
 def _is_known(tensor: Any) -> bool:
-    known = ctypes.CDLL(None).ptdbench_virtual_known
-    known.argtypes, known.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_bool
-    return not tensor.is_cuda or known(tensor.data_ptr(), _span(tensor))
+    return not tensor.is_cuda or _ask_library("known", tensor)
+
+
+def _ask_library(question: str, tensor: Any) -> bool:
+    """Return whether the values of a tensor are known, or from now on: ``known``, ``know``."""
+    ask: Any = getattr(ctypes.CDLL(None), f"ptdbench_virtual_{question}")
+    ask.argtypes, ask.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_bool
+    return bool(ask(tensor.data_ptr(), _span(tensor)))
 
 
 def _span(tensor: Any) -> int:
@@ -123,8 +136,101 @@ def _write(computed: Any, result: Any) -> Any:
         return result
     if result.shape != computed.shape:
         result = result.new_empty(computed.shape)
-    know = ctypes.CDLL(None).ptdbench_virtual_know
-    know.argtypes, know.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_bool
-    if result.numel() and know(result.data_ptr(), _span(result)):
+    if result.numel() and _ask_library("know", result):
         _on_host(result).copy_(computed)
     return result
+
+
+#: Numbers that every dtype can represent, including zero.
+_NUMBERS = [3, 0, 1, 2, 7]
+
+#: What torch computes with these numbers, and what this must give.
+_Results = Iterator[tuple[Any, object]]
+
+
+def _dtypes(torch: Any) -> list[Any]:
+    return [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
+
+
+def _fill(torch: Any, a: Any) -> _Results:
+    yield torch.full((5,), 3, dtype=a.dtype, device="cuda"), [3] * 5
+    yield torch.ones(9, dtype=torch.bool, device="cuda"), [True] * 9
+
+
+def _cast(torch: Any, a: Any) -> _Results:
+    if a.dtype == torch.float32:
+        yield a.bool(), [True, False, True, True, True]
+    for other in _dtypes(torch):
+        yield a.to(other), _NUMBERS
+
+
+def _strided(torch: Any, a: Any) -> _Results:
+    yield torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=a.dtype).cuda().t().contiguous(), [[1, 4], [2, 5], [3, 6]]
+
+
+def _compare(torch: Any, a: Any) -> _Results:
+    b = torch.tensor([3, 1, 0, 2, 8], dtype=a.dtype).cuda()
+    yield a == b, [True, False, False, True, False]
+    yield a != b, [False, True, True, False, True]
+    yield a < b, [False, True, False, False, True]
+    yield a >= b, [True, False, True, True, False]
+    yield a == 2, [False, False, False, True, False]
+    yield a > 2, [True, False, False, False, True]
+
+
+def _add(_: Any, a: Any) -> _Results:
+    yield a + a, [6, 0, 2, 4, 14]
+    yield a + 2, [5, 2, 3, 4, 9]
+    yield a.add(a, alpha=2), [9, 0, 3, 6, 21]
+
+
+def _sum(torch: Any, a: Any) -> _Results:
+    rows = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).cuda()
+    if a.dtype not in (torch.int32, torch.uint8):
+        yield a.sum(dtype=a.dtype), 13
+    yield rows.sum(0), [5, 7, 9]
+    yield rows.sum(1), [6, 15]
+
+
+def _all(torch: Any, _: Any) -> _Results:
+    some = torch.tensor([True, False, True]).cuda()
+    yield some.all(), False
+    yield some[::2].all(), True
+    yield some.any(), True
+    yield some[1:2].any(), False
+
+
+def _max(_: Any, a: Any) -> _Results:
+    yield a.max(), 7
+    yield a.min(), 0
+
+
+def _nonzero(torch: Any, a: Any) -> _Results:
+    torch.tensor([5] * 4096, dtype=torch.int32).cuda()  # counts are 0 even in memory that has held something else
+    yield a.nonzero(), []
+
+
+#: The test of each kind in computed.c, for the numbers of a dtype.
+CHECKS: dict[str, Callable[[Any, Any], _Results]] = {
+    check.__name__.removeprefix("_"): check
+    for check in (_fill, _cast, _strided, _compare, _add, _sum, _all, _max, _nonzero)
+}
+
+
+def main(kinds: Iterable[str]) -> None:
+    """Print, as JSON, which of the kinds are computed correctly."""
+    print(json.dumps([kind for kind in kinds if _holds(CHECKS[kind])]))
+
+
+def _holds(check: Callable[[Any, Any], _Results]) -> bool:
+    import torch
+
+    try:  # copies between host and device are exact, and use no kernel
+        numbers = (torch.tensor(_NUMBERS, dtype=dtype).cuda() for dtype in _dtypes(torch))
+        return all(tensor.cpu().tolist() == expected for a in numbers for tensor, expected in check(torch, a))
+    except RuntimeError:
+        return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,14 +1,16 @@
-"""Whole numbers of a program on a virtual GPU: how many tokens go to each expert, however a router counts them."""
+"""Whole numbers, such as how many tokens go to each expert; and which kernels of the library are trusted."""
 
 import json
 import sys
 
 import pytest
 
+from ptdbench.problems import ConfigError
+from ptdbench.virtual import computed, machine
+from ptdbench.virtual.machine import Machine
+from tests.conftest import ROOT
 from tests.programs import call
-from tests.virtual.conftest import shared, start  # noqa: F401 # fixtures
-
-pytestmark = pytest.mark.usefixtures("start")
+from tests.virtual.conftest import DEVICE, Start
 
 TOKENS, EXPERTS, ACTIVE = 20_000, 8, 2
 
@@ -39,7 +41,7 @@ print(json.dumps([count(chosen.indices), count(turns), chosen.indices[:5].tolist
 """
 
 
-def test_a_router_gives_each_expert_its_share(environ, tmp_path):
+def test_a_router_gives_each_expert_its_share(start: Start, environ, tmp_path):
     (tmp_path / "router.py").write_text(PROGRAM)
     command = (sys.executable, "-m", "ptdbench", "virtual", "h100", "--", sys.executable, "router.py")
     done = call(*command, cwd=tmp_path, environ=environ)
@@ -51,3 +53,20 @@ def test_a_router_gives_each_expert_its_share(environ, tmp_path):
     ways = {name: [share] * EXPERTS for name in ("histc", "bincount", "scatter", "cast", "where")}
     assert of_scores == of_turns == {**ways, "sorted": half, "ranks": [TOKENS] * 2, "ends": ends}
     assert (first, shape) == ([[0, 1], [2, 3], [4, 5], [6, 7], [0, 1]], [TOKENS, ACTIVE])
+
+
+def test_disabled_or_crashing_kinds_fail_alone(start: Start, environ, monkeypatch):
+    """With all of them switched off, as a new version of torch may do by other names or layouts."""
+    environ = {**environ, **Machine(DEVICE).environment(1), "PTDBENCH_VIRTUAL_COMPUTED": ""}
+    done = call(sys.executable, "-m", "ptdbench.virtual.computed", *computed.CHECKS, cwd=ROOT, environ=environ)
+    assert json.loads(done.stdout) == [], done.stderr
+    # Each is tried by itself then.
+    monkeypatch.setattr(computed, "CHECKS", dict.fromkeys(("one", "two", "three")))
+    monkeypatch.setattr(machine, "_test", lambda kinds, variables: (None, "crash") if "two" in kinds else (kinds, ""))
+    assert machine._tested_kinds({}) == ["one", "three"]
+
+
+def test_torch_that_does_not_start_is_quoted(monkeypatch):
+    monkeypatch.setattr(machine, "_test", lambda kinds, variables: (None, "ImportError: no"))
+    with pytest.raises(ConfigError, match="torch does not start on the virtual GPU: ImportError: no"):
+        machine._tested_kinds({})
