@@ -12,7 +12,6 @@ seen. Good is a matrix without ``wrong``.
 """
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,11 +41,9 @@ Numbers = list[float]
 LAYOUTS, EXPERTS = Matrix.load("layouts"), Matrix.load("experts")
 
 
-def main() -> int:
-    """Fill the matrix of layouts, or after the word ``experts`` theirs; 1 if a cell is wrong."""
-    matrix = EXPERTS if sys.argv[1:2] == ["experts"] else LAYOUTS
-    if sys.argv[1:2] in (["experts"], ["layouts"]):
-        del sys.argv[1]
+def main(subject: str) -> int:
+    """Fill the matrix of ``layouts`` or of ``experts``; 1 if a cell is wrong."""
+    matrix = EXPERTS if subject == "experts" else LAYOUTS
     references: dict[str, Numbers | str] = {}
 
     def execute(_: str, cells: Cells) -> Iterator[tuple[str, str]]:
@@ -114,7 +111,3 @@ def verdict(numbers: Numbers | str, reference: Numbers | str, most: float, with_
     if most > EXACT and largest < ROUNDING:
         return "no effect"  # one copy, whose gradients nobody sends
     return f"ok {shown}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,6 @@ test`` fails where a prediction differs by more than 1 % from the ledger: write 
 import csv
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -247,7 +246,3 @@ def main() -> int:
     print(text)
     keep("time", _errors([row.error for row in of if row.source == "gpu-check"]))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

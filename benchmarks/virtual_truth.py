@@ -19,7 +19,6 @@ llama3-8b_h200_202506_trainy-whitefiber.md`` (202506) in pytorch/torchtitan at b
 import csv
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,14 +162,9 @@ def verdict(record: dict) -> str:  # type: ignore[type-arg] # JSON
     return f"ok {max(record['virtual']['reserved_bytes']) / 2**20:.0f} MiB"
 
 
-def main() -> int:
-    """Print one of the tables; 1 if a row or the mean is off, or a cell wrong."""
-    subject = sys.argv.pop(1)
+def main(subject: str) -> int:
+    """Print the table of a subject; 1 if a row or the mean is off, or a cell wrong."""
     if subject == "layouts":
         return VIRTUAL.fill(__doc__, execute)
     args = options(__doc__, only=((), "some rows of the file, by number from 0"))
     return measured() if subject == "measured" else published([*map(int, args.only)])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

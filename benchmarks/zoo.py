@@ -10,7 +10,6 @@ samples of a step. Good is a matrix without ``wrong``.
 """
 
 import json
-import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -136,7 +135,3 @@ def _tried(config: Config, job: Job) -> Numbers | str:
     except Exception as error:  # third-party code may raise anything
         traceback.print_exc()
         return f"wrong: {type(error).__name__}: {first_line(error)}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

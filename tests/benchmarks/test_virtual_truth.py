@@ -12,7 +12,7 @@ from tests.programs import call
 
 #: Rows of benchmarks/virtual/published.csv without compilation, on 8 and on 128 GPUs, and one that is left out.
 ROWS = ("0", "7", "4")
-PUBLISHED = (sys.executable, "benchmarks/virtual_truth.py", "published", "--only")
+PUBLISHED = (sys.executable, "-m", "benchmarks", "virtual-truth", "published", "--only")
 
 
 @pytest.mark.ranks
