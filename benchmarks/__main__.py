@@ -2,18 +2,19 @@
 
     python -m benchmarks TARGET [SUBJECT] [OPTIONS]
 
-Without a subject, the default subjects of the target run, or, with options, the first of them. Each is a program of its
-own, whose docstring says what it measures and requires. ``KEEP=1`` in the environment stores its figures in
+Without a subject, the default subjects of the target run, or, with options, the first of them. Each is a module whose
+docstring says what it measures and requires. ``KEEP=1`` in the environment stores its figures in
 ``results.json`` and rewrites the README.
 """
 
 import os
 import subprocess
 import sys
+from importlib import import_module
 
 from benchmarks.script import ROOT
 
-#: The programs of each target by subject, with their first word where they have several, and how many by default.
+#: The modules of each target by subject, with the subject where a module has several, and how many run by default.
 TARGETS: dict[str, tuple[int, dict[str, str]]] = {
     "overhead": (2, {"steps": "overhead", "checkpoints": "checkpoint_cost", "phases": "phases_truth"}),
     "parity-matrix": (1, {"layouts": "parity_matrix layouts", "experts": "parity_matrix experts"}),
@@ -25,9 +26,10 @@ TARGETS: dict[str, tuple[int, dict[str, str]]] = {
         target: (1, {"": target.replace("-", "_")})
         for target in (
             "launch-time", "model-speed", "train-for-real", "plan-truth", "memory-truth", "ranks-truth", "time-truth",
-            "attack", "any-program", "zoo",
+            "any-program", "zoo",
         )
     },
+    "attack": (1, {"": "attack.attack"}),
 }  # fmt: skip
 
 
@@ -40,12 +42,15 @@ def main(target: str = "", *words: str) -> int:
     subjects = [*programs][: 1 if words else count]
     if words and words[0] in programs:
         subjects, words = [words[0]], words[1:]
-    commands = [[sys.executable, "-m", *f"benchmarks.{programs[subject]}".split(), *words] for subject in subjects]
-    if len(commands) == 1:
-        os.chdir(ROOT)
-        os.execv(sys.executable, commands[0])  # signals reach it as if it had been typed
-    statuses = [subprocess.run(command, cwd=ROOT, check=False).returncode for command in commands]
-    return next(filter(None, statuses), 0)
+    if len(subjects) > 1:
+        commands = ([sys.executable, "-m", "benchmarks", target, subject] for subject in subjects)
+        statuses = [subprocess.run(command, cwd=ROOT, check=False).returncode for command in commands]
+        return next(filter(None, statuses), 0)
+    module, *subject = programs[subjects[0]].split()
+    os.chdir(ROOT)
+    sys.argv = [f"make {target}", *words]  # what --help shows, and the options
+    status: int = import_module(f"benchmarks.{module}").main(*subject)
+    return status
 
 
 if __name__ == "__main__":

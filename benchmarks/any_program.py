@@ -149,7 +149,7 @@ def _executed(row: Row, words: list[str], folder: Path) -> tuple[int, dict[str, 
 def main() -> int:
     """Print the rows, and rewrite the page if these are all; 1 if too few work, or memory is off."""
     args = options(
-        __doc__, "make any-program", only=((), "rows whose names begin so"), sources=(Path, "of checkouts: nanoGPT"),
+        __doc__, only=((), "rows whose names begin so"), sources=(Path, "of checkouts: nanoGPT"),
         environments=(Path("outputs/any-program-environments"), "a folder of those of the libraries"),
     )  # fmt: skip
     rows = []
@@ -167,7 +167,3 @@ def main() -> int:
     if off:
         good &= judged(f"published memory: off by at most {max(off):.2%}", f"{TOLERANCE:.0%}", max(off) <= TOLERANCE)
     return int(not good)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -23,12 +23,12 @@ PIPELINES = ("parallel=pdp", "parallel=3d", "pipeline")
 
 M = TypeVar("M", bound="Matrix")
 
-#: The cells of a row by their columns.
-Cells = Mapping[str, Config]
+#: A row and a column.
+Cell = tuple[str, str]
 
-Execute = Callable[[str, Cells], Iterable[tuple[str, str]]]
+Cells = Mapping[Cell, Config]
 
-RESUME = (False, "keep the cells that have been run, and were not wrong")
+Execute = Callable[[Cells], Iterable[tuple[Cell, str]]]
 
 
 @dataclass(frozen=True)
@@ -98,23 +98,35 @@ class Matrix:
         choices = {"rows": (rows, "some of them", rows), "columns": (columns, "some of them", columns)}
         return options(description, **choices | flags)
 
-    def fill(self, description: str | None, execute: Execute) -> int:
-        """Run the cells that the command line chooses, row by row; return 1 if one is wrong.
+    def chosen(self, row: str, args: argparse.Namespace) -> Sequence[str]:
+        """Return the columns of a row that the command line chooses."""
+        columns: Sequence[str] = args.columns
+        return columns
+
+    def fill(self, description: str | None, execute: Execute, together: int = 1, **flags: tuple[Any, ...]) -> int:
+        """Run the cells that the command line chooses, some rows at a time; return 1 if one is wrong.
 
         Each result is stored at once and shown on the page; a part of a matrix that another torch has filled is only
         printed.
 
         Args:
             description: What ``--help`` says.
-            execute: Runs those cells of a row that are not refused; yields columns and verdicts.
+            execute: Runs those of some cells that are not refused; yields cells and verdicts.
+            together: The rows of these cells.
+            flags: More options, as in :func:`benchmarks.script.options`.
         """
-        args = self.options(description, resume=RESUME)
+        resume = (False, "keep the cells that have been run, and were not wrong")
+        args = self.options(description, resume=resume, **flags)
         before, failed = self.stored(), False
-        is_kept = bool(before) or (*args.rows, *args.columns) == (*self.rows, *self.columns)
-        for row in args.rows:
-            done = before.get(row, {}) if args.resume else {}
-            todo = [name for name in args.columns if done.get(name, "wrong").startswith("wrong")]
-            for column, verdict in self._verdicts(row, todo, execute):
+        is_kept = bool(before) or (len(args.rows) == len(self.rows) and len(args.columns) in (0, len(self.columns)))
+        for first in range(0, len(args.rows), together):
+            cells = [
+                (row, column)
+                for row in args.rows[first : first + together]
+                for column in self.chosen(row, args)
+                if not args.resume or before.get(row, {}).get(column, "wrong").startswith("wrong")
+            ]
+            for (row, column), verdict in _verdicts({cell: read(*self.words(*cell)) for cell in cells}, execute):
                 failed |= verdict.startswith("wrong")
                 self.report(row, column, verdict, is_kept=is_kept)
         return int(failed)
@@ -133,13 +145,12 @@ class Matrix:
             (ROOT / self.result).write_text(json.dumps({"torch": torch.__version__, "cells": cells}, indent=1) + "\n")
             page.write_text(self.shown(page.read_text()))
 
-    def _verdicts(self, row: str, columns: Sequence[str], execute: Execute) -> Iterator[tuple[str, str]]:
-        cells = {column: read(*self.words(row, column)) for column in columns}
-        for column, reason in {column: refusal(config) for column, config in cells.items()}.items():
-            if reason:
-                del cells[column]
-                yield column, reason
-        yield from execute(row, cells) if cells else ()
+
+def _verdicts(cells: Cells, execute: Execute) -> Iterator[tuple[Cell, str]]:
+    refusals = {cell: reason for cell, config in cells.items() if (reason := refusal(config))}
+    yield from refusals.items()
+    legal = {cell: config for cell, config in cells.items() if cell not in refusals}
+    yield from execute(legal) if legal else ()
 
 
 def refusal(config: Config) -> str | None:

@@ -7,7 +7,6 @@ Good is a median step beside a save of at most 1.03 times one without, and a sta
 
 import gc
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -98,7 +97,3 @@ def _measure(job: Job, pairs: int, every: int) -> dict[str, Any]:
         "plain": steps[False], "beside": steps[True], "stalls": stalls[asynchronous][1:],
         "blocking": stalls[blocking], "bytes": sum(tensor.nbytes for tensor in tensors().values()),
     }  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(main())

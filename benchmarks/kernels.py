@@ -7,7 +7,6 @@ numbers of kernels and the memory are exact, and steps are predicted, see docs/p
 change by more than 3 % is bold.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -67,7 +66,3 @@ def rows(steps: dict[tuple[str, str, str, str], Step]) -> Iterator[list[str]]:
 def speed(step: Step) -> float:
     """Return the predicted tokens/s of each rank."""
     return float(step["predicted"]["tokens_per_second"] / step["world_size"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,6 @@ Good is a fifth of torchrun's time, and half a second a run.
 import os
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -95,7 +94,3 @@ def _sweep_seconds(runs: int) -> float:
     with TemporaryDirectory() as directory:
         command = [*TRAIN, "-m", *toy, f"seed=range(0,{runs})", f"hydra.sweep.dir={directory}/sweep"]
         return seconds_of(command, stderr=subprocess.DEVNULL)  # its progress
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,6 @@ padded, their optimizer state is not), and messages in operations, calls and byt
 shown; it leaves out ``other``, in which a GPU has cuBLAS's workspaces.
 """
 
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -109,7 +108,3 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages of these tensors, each storage once."""
     plain = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum({store.data_ptr(): store.nbytes() for store in (tensor.untyped_storage() for tensor in plain)}.values())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

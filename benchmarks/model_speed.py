@@ -114,7 +114,7 @@ def _times(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 
 def _peak_of_fresh_process(side: str, mode: str) -> int:
-    command = [sys.executable, *sys.argv, "--memory-of", side, "--modes", mode]
+    command = [sys.executable, "-m", "benchmarks", "model-speed", *sys.argv[1:], "--memory-of", side, "--modes", mode]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
@@ -185,7 +185,3 @@ def of_transformers(sizes: dict[str, Any]) -> nn.Module:
     config._attn_implementation = "sdpa"
     model: nn.Module = kind(config)
     return model
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ interval ends below 1.01.
 """
 
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -141,7 +140,3 @@ def _bare(job: Job) -> Step:
         return loss.detach()
 
     return step
-
-
-if __name__ == "__main__":
-    sys.exit(main())

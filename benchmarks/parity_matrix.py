@@ -12,19 +12,21 @@ seen. Good is a matrix without ``wrong``.
 """
 
 import json
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.cells import Cells, Matrix
+from benchmarks.cells import Cell, Cells, Matrix, refused
 from benchmarks.rank import job_of, on_ranks
 from benchmarks.script import read
 from ptdbench.job import Job
 from ptdbench.launch import local
+from ptdbench.problems import ConfigError, first_line
 from ptdbench.setup.config import Config
 from ptdbench.workloads.train import assemble
 
@@ -39,54 +41,68 @@ CHANGES = {"bf16": 2e-2, "torch in bf16": 2e-2}
 #: The losses of the steps, and their norms of gradients where these are clipped.
 Numbers = list[float]
 
+Key = TypeVar("Key", bound=Hashable)
+
+#: The verdict on a cell in progress, which may kill the ranks.
+DEATH = "wrong: a rank has died"
+
 LAYOUTS, EXPERTS = Matrix.load("layouts"), Matrix.load("experts")
 
 
-def main() -> int:
-    """Fill the matrix of layouts, or after the word ``experts`` theirs; 1 if a cell is wrong."""
-    matrix = EXPERTS if sys.argv[1:2] == ["experts"] else LAYOUTS
-    if sys.argv[1:2] in (["experts"], ["layouts"]):
-        del sys.argv[1]
+def main(subject: str) -> int:
+    """Fill the matrix of ``layouts`` or of ``experts``; 1 if a cell is wrong."""
+    matrix = EXPERTS if subject == "experts" else LAYOUTS
     references: dict[str, Numbers | str] = {}
 
-    def execute(_: str, cells: Cells) -> Iterator[tuple[str, str]]:
+    def execute(cells: Cells) -> Iterator[tuple[Cell, str]]:
         """Start ranks for each row: gloo keeps the threads of all groups that a process had."""
-        alone = {column: "plain" if column in CHANGES else column for column in cells}
+        alone = {column: "plain" if column in CHANGES else column for _, column in cells}
         lacking = {*alone.values()} - {*references}
         references.update(numbers_of({name: read(*matrix.words("single", name)) for name in lacking}))
-        for column, numbers in numbers_of(cells).items():
+        for (row, column), numbers in numbers_of(cells).items():
             most = CHANGES.get(column, EXACT) if matrix is LAYOUTS else EXACT
-            yield column, verdict(numbers, references[alone[column]], most, with_norms=matrix is EXPERTS)
+            yield (row, column), verdict(numbers, references[alone[column]], most, with_norms=matrix is EXPERTS)
 
     return matrix.fill(__doc__, execute)
 
 
-def numbers_of(cells: Mapping[str, Config]) -> dict[str, Numbers | str]:
-    """Return the numbers of each cell, or the error that ended its ranks; all in the same ranks, until one dies."""
-    results: dict[str, Numbers | str] = {}
-    while left := {cell: config for cell, config in cells.items() if cell not in results}:
-        death = ""
+def numbers_of(cells: Mapping[Key, Config]) -> dict[Key, Numbers | str]:
+    """Return the numbers of each cell, or the verdict on it without any; all in the same ranks, until one dies."""
+    results: dict[Key, Numbers | str] = {}
+    while left := [cell for cell in cells if cell not in results]:
+        configs = [cells[cell] for cell in left]
         with TemporaryDirectory() as directory:
             path = Path(directory, "numbers")
-            path.touch()
-            try:
-                on_ranks(next(iter(left.values())), _run_cells, left, path)
-            except local.RankDied as died:
-                death = str(died)
-            results |= dict(map(json.loads, path.read_text().splitlines()))
-        if death:
-            results[next(cell for cell in left if cell not in results)] = death
+            _write(path, 0, DEATH)
+            with suppress(local.RankDied):
+                on_ranks(configs[0], _run_cells, configs, path)
+            for place, numbers in map(json.loads, path.read_text().splitlines()):
+                if results.get(left[place], DEATH) == DEATH:
+                    results[left[place]] = numbers
     return results
 
 
-def _run_cells(job: Job, cells: Mapping[str, Config], path: Path) -> None:
-    """In a rank: write a line for each cell. One process group: torch keeps plans for DTensors by names of groups."""
+def _run_cells(job: Job, cells: Sequence[Config], path: Path) -> None:
+    """In a rank: run each cell. One process group: torch keeps plans for DTensors by names of groups."""
     torch.set_num_threads(1)
-    for name, config in cells.items():
-        numbers = steps(job_of(config, job))
+    for place, config in enumerate(cells):
         if job.world.is_first:
-            with path.open("a") as file:
-                file.write(json.dumps([name, numbers]) + "\n")
+            _write(path, place, DEATH)
+        try:
+            numbers: Numbers | str = steps(job_of(config, job))
+        except ConfigError as error:
+            numbers = refused(error)
+        except Exception as error:  # third-party code may raise anything
+            _write(path, place, f"wrong: {type(error).__name__}: {first_line(error)}")
+            raise  # other ranks may wait for this one
+        if job.world.is_first:
+            _write(path, place, numbers)
+
+
+def _write(path: Path, place: int, numbers: Numbers | str) -> None:
+    """Add a line to the file of cells: the first one of a cell counts that is no death, as others follow from it."""
+    with path.open("a") as file:
+        file.write(json.dumps([place, numbers]) + "\n")
 
 
 def steps(job: Job) -> Numbers:
@@ -103,7 +119,7 @@ def steps(job: Job) -> Numbers:
 def verdict(numbers: Numbers | str, reference: Numbers | str, most: float, with_norms: bool = False) -> str:
     """Return ``ok`` with the largest relative difference of a loss from one rank, and of a norm, or what is wrong."""
     if isinstance(numbers, str) or isinstance(reference, str):
-        return f"wrong: {numbers if isinstance(numbers, str) else reference}"
+        return numbers if isinstance(numbers, str) else str(reference)
     if abs(reference[:STEPS][-1] / reference[0] - 1) < 1e-2:
         return "wrong: the reference does not learn, and equal losses prove nothing"
     off = [abs(number / expected - 1) for number, expected in zip(numbers, reference, strict=True)]
@@ -114,7 +130,3 @@ def verdict(numbers: Numbers | str, reference: Numbers | str, most: float, with_
     if most > EXACT and largest < ROUNDING:
         return "no effect"  # one copy, whose gradients nobody sends
     return f"ok {shown}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ free step's. Good is a trace within 5 points of the difference, or explained by 
 step in no phase.
 """
 
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -129,7 +128,3 @@ def _done(gives_tensors: bool, tensors: Any, *_: Any) -> Any:
     future.set_result([tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
     work = _create_work_from_future(future).boxed()
     return (tensors, work) if gives_tensors else work
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -189,7 +189,3 @@ def _used(pid: int) -> tuple[int, float]:
                 seconds += sum(process.cpu_times()[:4])
                 size += process.memory_full_info().pss
     return size, seconds
-
-
-if __name__ == "__main__":
-    sys.exit(main())

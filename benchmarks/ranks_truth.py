@@ -16,7 +16,6 @@ in less than 1 of 100 cases at 5 %.
 
 import math
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -190,7 +189,3 @@ def main() -> int:
         shares = [row.seen / row.tried for row in rows if row.rule == rule]
         keep(f"ranks: {rule}", f"{min(shares):.1%} to {max(shares):.1%} of {args.sweeps:,}")
     return int(not all(row.is_met for row in rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

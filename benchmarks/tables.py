@@ -6,7 +6,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
 README, RESULTS = FOLDER / "README.md", FOLDER / "results.json"
 
-#: Runs of ``make gpu-check`` whose speed the README shows.
-SPEEDS = ("large-eager", "large-layers", "small")
+#: The device and the parts of ``make gpu-check`` whose speeds the README shows.
+SPEEDS = ("NVIDIA-H200", ("large-eager", "large-layers", "small"))
 
 
 def drawn(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -66,22 +66,29 @@ def of_readme() -> dict[str, str]:
     tables = {name: drawn(table["columns"], table["rows"]) for name, table in results["tables"].items()}
     speeds = drawn(
         ("model, samples, `compile`", "tokens/s", "MFU", "step ms", "GiB", "virtual"),
-        _speeds(json.loads((FOLDER / "gpu/NVIDIA-H200.json").read_text())["parts"], results["known without a GPU"]),
+        _speeds(results["known without a GPU"]),
     )
-    of_gpu_check = yaml.safe_load((FOLDER / "gpu_check/parts.yaml").read_text())
-    parts = [(f"`{name}`", part["covers"], part["rule"]) for name, part in of_gpu_check.items()]
+    parts = yaml.safe_load((FOLDER / "gpu_check/parts.yaml").read_text())
+    covered = [(f"`{name}`", part["covers"], part["rule"]) for name, part in parts.items()]
     return {
-        "figures": drawn(fields, figures), "speeds": speeds, "parts": drawn(("part", "covers", "rule"), parts),
+        "figures": drawn(fields, figures), "speeds": speeds, "parts": drawn(("part", "covers", "rule"), covered),
         **tables,
     }  # fmt: skip
 
 
-def _speeds(parts: Any, virtual_gib: dict[str, str]) -> Iterable[list[str]]:
-    """Yield the cells of a device's runs, each with the memory of the same run on a virtual GPU."""
-    for check in (check for part in SPEEDS for check in parts[part]["checks"]):
-        figures = check["figures"]
-        if check["name"] == "goal" or "mfu" not in figures:
-            continue
+def of_gpu_check(device: str = "*", parts: Sequence[str] = ()) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield device, torch and figures of each run whose speed ``make gpu-check`` has measured, maybe of some parts."""
+    for path in sorted((FOLDER / "gpu").glob(f"{device}.json")):
+        results = json.loads(path.read_text())
+        for part in (results["parts"][name] for name in parts or results["parts"]):
+            for check in part["checks"]:
+                if check["name"] != "goal" and "overrides" in check["figures"]:
+                    yield results["device"], part["environment"]["torch"], check["figures"]
+
+
+def _speeds(virtual_gib: dict[str, str]) -> Iterable[list[str]]:
+    """Yield the cells of the runs of an H200, each with the memory of the same run on a virtual GPU."""
+    for _, _, figures in of_gpu_check(*SPEEDS):
         options = dict(word.split("=", 1) for word in figures["overrides"])
         run = f"{options['model']}, {options['train.global_batch']}, `{options['compile']}`"
         rate, mfu, step = figures["tokens_per_second"], figures["mfu"], figures["step_seconds"]

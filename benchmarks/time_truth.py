@@ -8,10 +8,7 @@ test`` fails where a prediction differs by more than 1 % from the ledger: write 
 ``CHANGELOG.md``. The errors themselves are shown, and not required.
 """
 
-import csv
-import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +22,11 @@ import torch
 
 from benchmarks import virtual_truth
 from benchmarks.script import ROOT, keep, options, read, trained
-from benchmarks.tables import SPEEDS, drawn, show
+from benchmarks.tables import SPEEDS
+from benchmarks.tables import drawn
+from benchmarks.tables import show
 from ptdbench.comparison import ranking
+from benchmarks.tables import of_gpu_check
 from ptdbench.grouping import grouped
 from ptdbench.peaks import DENSE_PEAKS
 from ptdbench.planning import anchors
@@ -49,11 +49,8 @@ FITTED = ("llama_8b bf16 blocks",)
 #: FLOP/s of an H100 in bf16.
 PEAK = DENSE_PEAKS["NVIDIA H100 80GB HBM3"]["bf16"]
 
-#: Options of the measured runs that a virtual one has not.
-_OF_GPU = ("device=", "profile.trace=", "train.steps=")
-
 #: torchtitan's published runs on one node: what they have in common, and the model that they had.
-_RECIPE = [word for word in virtual_truth.RECIPE if not word.startswith(_OF_GPU)]
+_RECIPE = virtual_truth.on_virtual(virtual_truth.RECIPE)
 _MODEL = "model._target_=benchmarks.programs.llama_2024.Llama"
 _NODE = (f"cluster.ranks_per_node={virtual_truth.NODE}", "virtual.ranks=[0]")
 
@@ -105,10 +102,9 @@ class Row:
 
     def record(self) -> None:
         """Write the log of one of its steps on a virtual GPU of this machine."""
-        words = [word for word in self.words if not word.startswith(_OF_GPU)]
         with tempfile.TemporaryDirectory() as folder:
             environ = {**os.environ, LOGS: f"{folder}/logs", "PYTORCH_ALLOC_CONF": "expandable_segments:False"}
-            typed = (*words, f"virtual={self.gpu}", "train.steps=2", "logger=none")
+            typed = (*virtual_truth.on_virtual(self.words), f"virtual={self.gpu}", "train.steps=2", "logger=none")
             metrics = trained(Path(folder, "run"), *typed, env=environ)["metrics"]
             (log,) = read_logs(Path(folder, "logs"))
         facts = {**log.facts, "reserved_bytes": metrics["peak_reserved_bytes"]}
@@ -119,28 +115,25 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Yield the measured runs of one H200, and of torchtitan on 8 H100."""
-    parts = json.loads((ROOT / "benchmarks/gpu/NVIDIA-H200.json").read_text())["parts"]
-    for part in map(parts.get, SPEEDS):
-        for figures in (check["figures"] for check in part["checks"] if "overrides" in check["figures"]):
-            options = dict(word.split("=", 1) for word in figures["overrides"])
-            name = f"{options['model']} {options['train.global_batch']} {options['compile']}"
-            seconds, version = figures["step_seconds"], part["environment"]["torch"]
-            memory = figures["peak_reserved_bytes"]
-            yield Row("gpu-check", name, figures["overrides"], "h200", version, seconds, figures["mfu"], memory)
-    with virtual_truth.PUBLISHED.open() as file:
-        published = [row for row in csv.DictReader(file) if row["tokens"]]
-    for row in published:
-        words = row["words"].split()
+    for _, version, figures in of_gpu_check(*SPEEDS):
+        options = dict(word.split("=", 1) for word in figures["overrides"])
+        name = f"{options['model']} {options['train.global_batch']} {options['compile']}"
+        seconds, memory = figures["step_seconds"], figures["peak_reserved_bytes"]
+        yield Row("gpu-check", name, figures["overrides"], "h200", version, seconds, figures["mfu"], memory)
+    for row in virtual_truth.rows():
+        if row.tokens is None:
+            continue
+        words = row.words.split()
         options = dict(word.split("=", 1) for word in words)
         config = read(*words, "data=synthetic_tokens")
         with torch.device("meta"):
             model = choices.build(config, "model")
         length, batch = config.resolved["model"]["sequence_length"], int(options["train.global_batch"])
-        seconds = batch * length / virtual_truth.NODE / float(row["tokens"])
+        seconds = batch * length / virtual_truth.NODE / row.tokens
         mfu = sum(model.train_flops().values()) * batch / virtual_truth.NODE / seconds / PEAK
         name = f"llama_8b {options['precision']} {options.get('compile', 'false')}{' 32k' * (length > 2**14)}"
         typed = [*words, *_RECIPE, *_NODE, _MODEL]
-        yield Row("torchtitan", name, typed, "h100_500w", "2.6 of 2024-12-23", seconds, mfu, float(row["gib"]) * 2**30)
+        yield Row("torchtitan", name, typed, "h100_500w", "2.6 of 2024-12-23", seconds, mfu, row.gib * 2**30)
 
 
 def ledger(of: Sequence[Row]) -> str:
@@ -247,7 +240,3 @@ def main() -> int:
     print(text)
     keep("time", _errors([row.error for row in of if row.source == "gpu-check"]))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,6 @@ and fsdp within half a point; and 30 % fewer bits per byte than a bigram model t
 """
 
 import math
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,7 +74,3 @@ def bigram_bits_per_byte(*overrides: str) -> float:
     bits = -np.log2(counts / counts.sum(axis=1, keepdims=True))
     before, after = data.held_out.samples(0, len(data.held_out))
     return float(bits[before.numpy(), after.numpy()].mean())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,24 +17,21 @@ llama3-8b_h200_202506_trainy-whitefiber.md`` (202506) in pytorch/torchtitan at b
 """
 
 import csv
-import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from msgspec import convert
 
 from benchmarks import tables
-from benchmarks.cells import Cells, Matrix
+from benchmarks.cells import Cell, Cells, Matrix
 from benchmarks.script import keep, options, trained
 
-PUBLISHED, MEASURED = tables.FOLDER / "virtual/published.csv", tables.FOLDER / "gpu"
+PUBLISHED = tables.FOLDER / "virtual/published.csv"
 
 #: The largest error of a row, and of the mean.
 TOLERANCE, IN_THE_MEAN = 0.03, 0.015
@@ -68,9 +65,22 @@ class Row:
     gib: float  #: Peak of reserved memory, the maximum over its GPUs.
     gpu: str  #: Which one.
     nodes: int  #: Of eight GPUs.
-    words: str  #: The options with which ptdbench does the same.
     source: str  #: Where it stands.
-    left_out: str  #: Key of :data:`REASONS`; empty where it runs.
+    words: str = ""  #: The options with which ptdbench does the same.
+    tokens: float | None = None  #: Of a second and GPU, where it stands for speed.
+    left_out: str = ""  #: Key of :data:`REASONS`; empty where it runs.
+
+
+def rows() -> list[Row]:
+    """Return the published runs."""
+    with PUBLISHED.open() as file:
+        cells = [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(file)]
+    return convert(cells, list[Row], strict=False)
+
+
+def on_virtual(words: Iterable[str]) -> list[str]:
+    """Return the options of a measured run that a virtual one shares."""
+    return [word for word in words if not word.startswith(("device=", "profile.trace=", "train.steps="))]
 
 
 def reserved(row: Row) -> float:
@@ -82,22 +92,12 @@ def reserved(row: Row) -> float:
     return float(record["metrics"]["peak_reserved_bytes"]) / 2**30
 
 
-def of_gpu_check() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield device, torch and figures of each run of ``make gpu-check`` whose memory a virtual GPU can show."""
-    files = (json.loads(path.read_text()) for path in sorted(MEASURED.glob("*.json")))
-    for results in (file for file in files if file["device"] in DEVICES):
-        for part in results["parts"].values():
-            for check in part["checks"]:
-                if check["name"] != "goal" and check["figures"].get("peak_reserved_bytes"):
-                    yield results["device"], part["environment"]["torch"], check["figures"]
-
-
 def measured() -> int:
     """Print a table of these runs on virtual GPUs, for the page if torch is the same; 1 if one is off by too much."""
     columns = ["GPU", "run", "allocated GiB", "virtual", "off by", "reserved GiB", "virtual", "off by"]
     rows, off, versions = list[list[str]](), list[float](), set[str]()
-    for device, version, figures in of_gpu_check():
-        words = [word for word in figures["overrides"] if not word.startswith(("device=", "profile.", "train.steps="))]
+    for device, version, figures in (run for run in tables.of_gpu_check() if run[0] in DEVICES):
+        words = on_virtual(figures["overrides"])
         with TemporaryDirectory() as folder:
             # As on a fresh machine: to time its kernels the compiler allocates too, which may be the peak.
             fresh = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
@@ -120,22 +120,20 @@ def measured() -> int:
 
 def published(only: Sequence[int]) -> int:
     """Print the table of what is published; 1 if a row, or the mean of all, is off by too much."""
-    with PUBLISHED.open() as file:
-        runs = [convert(values, Row, strict=False) for values in csv.DictReader(file)]
-    rows, off = list[list[str]](), list[float]()
+    runs, lines, off = rows(), list[list[str]](), list[float]()
     for row in [runs[number] for number in only] or runs:
         if row.left_out:
-            rows.append([row.source, f"{row.gib}", "", f"*{row.left_out}*"])
+            lines.append([row.source, f"{row.gib}", "", f"*{row.left_out}*"])
         else:
             virtual = reserved(row)
             off.append(virtual / row.gib - 1)
             verdict = "" if abs(off[-1]) <= TOLERANCE else " **miss**"
-            rows.append([row.source, f"{row.gib}", f"{virtual:.2f}", f"{off[-1]:+.1%}{verdict}"])
-        print(*rows[-1], flush=True)
+            lines.append([row.source, f"{row.gib}", f"{virtual:.2f}", f"{off[-1]:+.1%}{verdict}"])
+        print(*lines[-1], flush=True)
     mean = fmean(map(abs, off))
     remark = f"*{len(off)} rows are off by {mean:.1%} in the mean, with torch {torch.__version__}.*\n\n"
     remark += "\n".join(f"- *{word}*: {reason}." for word, reason in REASONS.items())
-    table = tables.drawn(["run", "published GiB", "virtual GiB", "off by"], rows)
+    table = tables.drawn(["run", "published GiB", "virtual GiB", "off by"], lines)
     _show("truth", table, remark, is_kept=not only)
     return int(max(map(abs, off)) > TOLERANCE or (not only and mean > IN_THE_MEAN))
 
@@ -147,11 +145,11 @@ def _show(name: str, table: str, remark: str, is_kept: bool) -> None:
         tables.show(tables.ROOT / "docs/virtual.md", name, text)
 
 
-def execute(row: str, cells: Cells) -> Iterator[tuple[str, str]]:
-    """Run each cell of a row, and yield its verdict."""
-    for column in cells:
+def execute(cells: Cells) -> Iterator[tuple[Cell, str]]:
+    """Run each cell, and yield its verdict."""
+    for cell in cells:
         with TemporaryDirectory() as folder:
-            yield column, verdict(trained(Path(folder, "run"), *VIRTUAL.words(row, column), fails=True))
+            yield cell, verdict(trained(Path(folder, "run"), *VIRTUAL.words(*cell), fails=True))
 
 
 def verdict(record: dict) -> str:  # type: ignore[type-arg] # JSON
@@ -163,14 +161,9 @@ def verdict(record: dict) -> str:  # type: ignore[type-arg] # JSON
     return f"ok {max(record['virtual']['reserved_bytes']) / 2**20:.0f} MiB"
 
 
-def main() -> int:
-    """Print one of the tables; 1 if a row or the mean is off, or a cell wrong."""
-    subject = sys.argv.pop(1)
+def main(subject: str) -> int:
+    """Print the table of a subject; 1 if a row or the mean is off, or a cell wrong."""
     if subject == "layouts":
         return VIRTUAL.fill(__doc__, execute)
     args = options(__doc__, only=((), "some rows of the file, by number from 0"))
     return measured() if subject == "measured" else published([*map(int, args.only)])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,35 +9,26 @@ norms of gradients must be those of one rank; without dropout and stochastic dep
 samples of a step. Good is a matrix without ``wrong``.
 """
 
-import json
-import sys
-import traceback
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+import argparse
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import hydra
-import torch
 
-from benchmarks.cells import RESUME, SINGLE, Matrix, refused
-from benchmarks.parity_matrix import EXACT, Numbers, steps
-from benchmarks.rank import job_of, on_ranks
+from benchmarks.cells import SINGLE, Cell, Cells, Matrix
+from benchmarks.parity_matrix import EXACT, numbers_of
 from benchmarks.script import read
-from ptdbench.job import Job
 from ptdbench.launch import local
 from ptdbench.parallel import proof
-from ptdbench.problems import ConfigError, first_line
-from ptdbench.setup.config import Config
 
 
 class Zoo(Matrix):
     """A matrix whose rows are models: a class or function, its arguments, and options of ptdbench."""
 
-    def chosen(self, row: str, *, every: bool) -> list[str]:
-        """Return the columns of a row, or those that it has by default."""
+    def chosen(self, row: str, args: argparse.Namespace) -> Sequence[str]:
+        """Return the columns of a row, by default those that it has in turn."""
         turn = self.turns[[*self.rows].index(row) % len(self.turns)]
-        return [column for column in self.columns if every or column == turn or column not in self.turns]
+        return args.columns or [name for name in self.columns if args.all or name == turn or name not in self.turns]
 
     def words(self, row: str, column: str) -> list[str]:
         """Return the options of a cell; the column ``single`` is for one rank."""
@@ -75,68 +66,18 @@ def main() -> int:
     """Fill the matrix; 1 if a cell is wrong."""
     import timm  # noqa: F401 - or rows would be refused for want of it
 
-    some = ((), "some of them", ZOO.columns)
-    args = ZOO.options(__doc__, columns=some, all=(False, "all columns of each row"), resume=RESUME)
-    before = ZOO.stored() if args.resume else {}
-    chosen = [(row, column) for row in args.rows for column in args.columns or ZOO.chosen(row, every=args.all)]
-    left = [cell for cell in chosen if before.get(cell[0], {}).get(cell[1], "wrong").startswith("wrong")]
     local.warm_up(["transformers", "timm", "torchvision"])
-    for first in range(0, len(args.rows), 10):  # gloo keeps the threads of all groups that a process had
-        fill([cell for cell in left if cell[0] in args.rows[first : first + 10]])
-    return int(any(ZOO.stored()[row][column].startswith("wrong") for row, column in chosen))
+    columns = ((), "some of them", ZOO.columns)
+    with proof.in_one_process():
+        return ZOO.fill(__doc__, execute, together=10, columns=columns, all=(False, "all columns of each row"))
 
 
-def fill(cells: Sequence[tuple[str, str]]) -> None:
-    """Fill cells, each a row and a column, in the same ranks until one dies."""
-    two = read("parallel=ddp", "device=cpu", "cluster.ranks_per_node=2")
-    alone = {row: read(*ZOO.words(row, "single")) for row, _ in cells}
-    references = on_ranks(read("parallel=single", "device=cpu"), _numbers, alone) if alone else {}
-    left = {cell: read(*ZOO.words(*cell)) for cell in cells}
-    with TemporaryDirectory() as directory:
-        path = Path(directory, "cell")
-        while left:
-            try:
-                return on_ranks(two, _fill, left, references, path)
-            except local.RankDied:
-                row, column, verdict = json.loads(path.read_text())
-                ZOO.report(row, column, verdict)
-                left = dict([*left.items()][[*left].index((row, column)) + 1 :])
-
-
-def _numbers(job: Job, alone: Mapping[str, Config]) -> dict[str, Numbers | str]:
-    """In the only rank: return the numbers of each row, or the verdict on it."""
-    torch.set_num_threads(1)
-    return {row: _tried(config, job) for row, config in alone.items()}
-
-
-@proof.in_one_process()
-def _fill(job: Job, left: Mapping[tuple[str, str], Config], references: Mapping[str, Any], path: Path) -> None:
-    """In a rank: report each cell; the file names the one in progress, which may kill the ranks."""
-    torch.set_num_threads(1)
-    for (row, column), config in left.items():
-        if job.world.is_first:
-            path.write_text(json.dumps([row, column, "wrong: a rank has died"]))
-        numbers, reference = _tried(config, job), references[row]
-        if isinstance(numbers, str) and numbers.startswith("wrong"):
-            path.write_text(json.dumps([row, column, numbers]))
-            raise SystemExit(1)  # the other rank may wait for this one
+def execute(cells: Cells) -> Iterator[tuple[Cell, str]]:
+    """Run cells of few rows in the same ranks: gloo keeps the threads of all groups that a process had."""
+    references = numbers_of({row: read(*ZOO.words(row, "single")) for row, _ in cells})
+    for (row, column), numbers in numbers_of(cells).items():
+        reference = references[row]
         verdict = next((text for text in (numbers, reference) if isinstance(text, str)), "")
-        pairs = [] if verdict else zip(map(float, numbers), reference, strict=True)
+        pairs = [] if verdict else zip(map(float, numbers), map(float, reference), strict=True)
         off = max((abs(number / expected - 1) for number, expected in pairs), default=0.0)
-        if job.world.is_first:
-            ZOO.report(row, column, verdict or f"{'ok' if off <= EXACT else 'wrong: off by'} {off:.0e}")
-
-
-def _tried(config: Config, job: Job) -> Numbers | str:
-    """Return the numbers of a run in this rank, or the verdict on its cell."""
-    try:
-        return steps(job_of(config, job))
-    except ConfigError as error:
-        return refused(error)
-    except Exception as error:  # third-party code may raise anything
-        traceback.print_exc()
-        return f"wrong: {type(error).__name__}: {first_line(error)}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield (row, column), verdict or f"{'ok' if off <= EXACT else 'wrong: off by'} {off:.0e}"

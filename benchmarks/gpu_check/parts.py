@@ -137,7 +137,7 @@ def beside(session: Session, is_large: bool = False) -> None:
     model = session.sizes.large if is_large else session.sizes.model
     size = ("--batch=8", "--steps=20") if is_large else ("--batch=16", "--steps=50")
     tiny = ("--batch=2", "--sequence=32", "--steps=6", "--warmup=1")
-    command = [sys.executable, str(ROOT / "benchmarks/model_speed.py"), f"--model={model}"]
+    command = [sys.executable, "-m", "benchmarks", "model-speed", f"--model={model}"]
     command += [f"--device={session.device}", "--json", *(size if session.kind == "cuda" else tiny)]
     for mode in ("false", "layers", "whole"):
         name = f"{model} {mode} against transformers"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attack import rounds, scenarios, victims
-from benchmarks.attack.__main__ import environ as variables
+from benchmarks.attack.attack import environ as variables
 from benchmarks.attack.rounds import Round, Setting
 from benchmarks.attack.scenarios import Reference, Scenario
 from tests.conftest import ROOT

@@ -20,7 +20,7 @@ LEARNT = [5.0, 4.5, 4.0]
     ([5.0, 4.5, 4.0002], LEARNT, 2e-2, "ok 5e-05"),
     (LEARNT, LEARNT, 2e-2, "no effect"),
     ([5.0, 4.5, 4.2], LEARNT, 2e-2, "wrong: off by 5e-02"),
-    ("rank 1 died", LEARNT, 1e-5, "wrong: rank 1 died"),
+    (matrix.DEATH, LEARNT, 1e-5, "wrong: a rank has died"),
     ([5.0, 5.0], [5.0, 5.0], 1e-5, "wrong: the reference does not learn, and equal losses prove nothing"),
 ])  # fmt: skip
 def test_a_cell_is_told_by_its_losses(losses, reference, most, said):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 
 import pytest
 
@@ -67,5 +68,4 @@ def test_every_target_has_its_programs_and_a_line_in_the_makefile():
     for target, (_, programs) in __main__.TARGETS.items():
         assert re.search(rf"^{target}: install.*## .*\n\t\$\(BENCHMARK\)$", makefile, re.MULTILINE), target
         for program in programs.values():
-            module = tables.FOLDER / program.split()[0]
-            assert module.with_suffix(".py").exists() or module.is_dir()
+            assert find_spec(f"benchmarks.{program.split()[0]}"), program

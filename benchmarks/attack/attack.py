@@ -147,7 +147,3 @@ def _show(ended: Sequence[Round], chosen: int, args: argparse.Namespace) -> None
         print(f"{left_out} of {chosen} rounds were left out: interrupted, or --minutes {args.minutes:g} over")
     judged(f"seed {args.seed}: {len(failed)} of {len(ended)} rounds with a fault", "0", not failed)
     keep("attack", f"{len(failed)} faults in {len(ended)} rounds (seed {args.seed})")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
