@@ -73,7 +73,7 @@ def lay(sweep: Path, records: list[dict[str, Any]]) -> Path:
     for path in sweep.glob("*_*"):
         rows = series.unknown(3, 2)
         rows["loss"], rows["step_seconds"] = 1.0, 0.1
-        series.write(path / series.NAME, [rows])
+        series.append(path / series.NAME, rows)
     return sweep
 
 

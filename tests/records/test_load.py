@@ -20,7 +20,7 @@ def made(directory: Path, steps: int | None = 3, **changes: object) -> Path:
     done = record.begin(CONFIG, directory, {}) | {"status": "ok", "error": None, "steps": steps} | changes
     store.write_record(directory, done)
     if steps:
-        series.write(directory / series.NAME, [rows(0, steps)])
+        series.append(directory / series.NAME, rows(0, steps))
     return directory
 
 
@@ -45,7 +45,7 @@ def test_a_run(tmp_path):
 def test_a_run_that_goes_on_has_the_steps_that_are_on_the_disk(tmp_path):
     run = ptdbench.load(str(made(tmp_path / "run", steps=None, status="failed")))
     assert (run.series("losses").shape, run.series("step_seconds").shape) == ((0,), (0, 0))
-    series.write(tmp_path / "run" / series.NAME, [rows(0, 2)])
+    series.append(tmp_path / "run" / series.NAME, rows(0, 2))
     assert run.series("losses").tolist() == [0, 1]
 
 

@@ -56,7 +56,7 @@ class Kept:
 
 def shown(service: Service, directory: Path) -> Log:
     """What has sent two of three steps, the first of which was evaluated."""
-    series.write(directory / series.NAME, [rows()])
+    series.append(directory / series.NAME, rows())
     log = Log(service, directory)
     log.show(RECORD, 0, rows()[:1], LOOKS[:1])
     log.show(RECORD, 1, rows()[1:2], [])
@@ -116,7 +116,7 @@ class TestLog:
         directory = tmp_path / "my_sweep" / "nested" / "0_toy"
         directory.mkdir(parents=True)
         ledger.begin(tmp_path / "my_sweep", ["optimizer.lr=0.1,0.2"])
-        series.write(directory / series.NAME, [rows()])
+        series.append(directory / series.NAME, rows())
         service = Kept()
         Log(service, directory).finish((RECORD | {"config": {"optimizer": {"lr": 0.2}}}).written)
         (start,) = service.opened

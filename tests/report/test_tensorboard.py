@@ -50,7 +50,7 @@ def shown(directory) -> EventAccumulator:
 def written(directory, record, steps=None) -> EventAccumulator:
     directory.mkdir(parents=True, exist_ok=True)
     if record.steps:
-        series.write(directory / series.NAME, [rows() if steps is None else steps])
+        series.append(directory / series.NAME, rows() if steps is None else steps)
     log(directory).finish(record.written)
     return shown(directory)
 
@@ -169,7 +169,7 @@ def test_all_runs_declare_the_same_columns(tmp_path):
 
 @pytest.mark.parametrize("looks", [1, 2])
 def test_what_was_written_before_the_disk_was_full_is_there_once(tmp_path, monkeypatch, capsys, looks):
-    series.write(tmp_path / series.NAME, [rows()])
+    series.append(tmp_path / series.NAME, rows())
     send, sent = TensorBoard.send, []
 
     def full(self, *arguments):
@@ -206,7 +206,8 @@ def test_a_run_that_was_resumed_shows_the_steps_of_its_last_start(tmp_path):
     for name in series.NUMBERS:
         one_rank[name] = 7.0
     one_rank["step_seconds"] = 7.0
-    series.write(tmp_path / series.NAME, [one_rank, rows()[1:]])
+    for block in (one_rank, rows()[1:]):
+        series.append(tmp_path / series.NAME, block)
     segments = [{"first_step": 0, "steps": 1}, {"first_step": 1, "steps": 2}]
     log(tmp_path).finish((RECORD | {"segments": segments}).written)
     events = shown(tmp_path)

@@ -48,7 +48,7 @@ def sweep(tmp_path_factory):
             rows = series.unknown(3, 2)
             rows["loss"] = [3.0, 2.5, 2.25 if parallel != "pdp" else 2.5]
             rows["step_seconds"] = [[0.3, 0.2], [0.1, 0.2], [0.1, 0.1]]
-            series.write(path / series.NAME, [rows])
+            series.append(path / series.NAME, rows)
     keep(directory, "9_gpt_tiny_tp", failed("tp", EVIL))
     keep(directory, "10_toy_ddp", DDP | {"model": "toy", "metrics": DDP["metrics"] | {"tokens_per_second": 5.0}})
     other = {"model": None, "parallel": None, "config": {"workload": {"_target_": "nothing.of.the.kind"}}}

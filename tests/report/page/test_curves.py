@@ -30,7 +30,7 @@ def trained(tmp_path):
             rows = series.unknown(len(values), 1)
             rows["loss"] = values
             rows["step_seconds"][:, 0] = 0.1 if seconds is None else seconds
-            series.write(directory / series.NAME, [rows])
+            series.append(directory / series.NAME, rows)
             config = {name: of_runs[number] for name, of_runs in (options or {}).items()}
             record = {"steps": len(values), "precision": "fp32", "config": config}
             runs.append(made({**record, **fields, "directory": str(directory)}))
