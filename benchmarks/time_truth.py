@@ -22,11 +22,8 @@ import torch
 
 from benchmarks import virtual_truth
 from benchmarks.script import ROOT, keep, options, read, trained
-from benchmarks.tables import SPEEDS
-from benchmarks.tables import drawn
-from benchmarks.tables import show
+from benchmarks.tables import SPEEDS, drawn, of_gpu_check, show
 from ptdbench.comparison import ranking
-from benchmarks.tables import of_gpu_check
 from ptdbench.grouping import grouped
 from ptdbench.peaks import DENSE_PEAKS
 from ptdbench.planning import anchors

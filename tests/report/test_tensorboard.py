@@ -49,6 +49,7 @@ def shown(directory) -> EventAccumulator:
 
 def written(directory, record, steps=None) -> EventAccumulator:
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / series.NAME).unlink(missing_ok=True)
     if record.steps:
         series.append(directory / series.NAME, rows() if steps is None else steps)
     log(directory).finish(record.written)
