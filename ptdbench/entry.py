@@ -292,13 +292,10 @@ def _execute(composed: compose.Composed, agenda: Agenda) -> None:
     from ptdbench.sweep import execution
 
     try:
-        if composed.searches:
-            execution.search(agenda, composed)
-            return
-        if composed.is_sweep:
+        if composed.is_sweep:  # as it was typed, so that it can be resumed
             with composed.source.open():
                 hydra_side.write_multirun(composed.sweep(), agenda.directory)
-        execution.run_all(agenda, composed)
+        (execution.search if composed.searches else execution.run_all)(agenda, composed)
     except OSError as error:
         rule = f"{error.filename or 'what belongs there'} cannot be written: {error.strerror or error}"
         remedy = f"free some space, and continue with {resume.command(agenda.directory)}"

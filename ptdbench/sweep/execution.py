@@ -304,7 +304,6 @@ def search(agenda: Agenda, composed: Composed) -> None:
         loader = GlobalHydra.instance().config_loader()
         handed = [f"{LAUNCHER}={ptdbench_launcher.NAME}", f"hydra.sweep.dir={quoted(str(agenda.directory))}"]
         sweep = composed.sweep(instead=handed)
-        hydra_side.write_multirun(composed.sweep(), agenda.directory)  # as it was typed, so that it can be resumed
 
         def execute_batch(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
             for words in job_overrides:

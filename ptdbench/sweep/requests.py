@@ -191,7 +191,7 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
     words = [sys.executable, *program, *sweep, *source.flags, *words_of_run, *ranks]
     used = resources.mounted_folders(first, None)
     step = resources.in_container(resources.Step(words), cluster.container, shape, used)
-    text = resources.script(cluster, shape, f"ptdbench-{name}", [step], resources.Output("ptdbench-%j.log"))
+    text = resources.script(cluster, shape, f"ptdbench-{name}", [step], {"output": "ptdbench-%j.log"})
     if preferred := slurm.ignored_variables(os.environ):
         remarks.append(f"sbatch prefers these variables of this shell to the script's lines: {' '.join(preferred)}")
     return text, remarks

@@ -11,7 +11,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ptdbench import search_path
@@ -128,17 +128,6 @@ def setup_lines(cluster: Slurm, shape: Shape) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Output:
-    """The output of a script, and additions to its flags and lines."""
-
-    #: The file for the batch script's own output, with ``%j`` for the job's id; sbatch does not create its folder.
-    job: str
-    flags: Mapping[str, str | int] = field(default_factory=dict)  #: Additional flags for sbatch.
-    setup: Sequence[str] = ()  #: Lines before the cluster's own setup.
-    after: Sequence[str] = ()  #: Lines after all ranks have ended.
-
-
-@dataclass(frozen=True)
 class Step:
     """A command that all ranks of a job run."""
 
@@ -148,26 +137,36 @@ class Step:
     operand: str = ""  #: The last operand of both commands, as the script's shell is to read it.
 
 
-def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], output: Output) -> str:
+def script(
+    cluster: Slurm,
+    shape: Shape,
+    name: str,
+    steps: Sequence[Step],
+    more: Mapping[str, str | int],
+    setup: Sequence[str] = (),
+    after: Sequence[str] = (),
+) -> str:
     """Return a script for sbatch, whose ranks run one step after the other.
 
-    A failed step does not stop the others, but the job counts as failed.
+    A failed step does not stop the others, but the job counts as failed. There are ``more`` flags for sbatch, and lines
+    before the cluster's own setup and after all ranks have ended. The flag ``output`` is the file for the script's own
+    output, with ``%j`` for the job's id; sbatch does not create its folder.
     """
-    wanted = options({**flags(cluster, shape, name), "output": output.job, **output.flags})
+    wanted = options({**flags(cluster, shape, name), **more})
     lines = [
         " && ".join(
             f"{shlex.join(words)} {step.operand}".rstrip() for words in (step.before, srun(cluster, step)) if words
         )
         for step in steps
     ]
-    if len(lines) > 1 or output.after:
-        lines = ["failed=0", *(f"{line} || failed=$?" for line in lines), *output.after, "exit $failed"]
+    if len(lines) > 1 or after:
+        lines = ["failed=0", *(f"{line} || failed=$?" for line in lines), *after, "exit $failed"]
     return "\n".join([
         "#!/bin/bash",
         f"# {shape}",
         *(f"#SBATCH {_quoted(option)}" for option in wanted),
         "",
-        *output.setup,
+        *setup,
         *setup_lines(cluster, shape),
         "",
         *lines,

@@ -24,7 +24,7 @@ from ptdbench.setup.config import Slurm
 from ptdbench.setup.hydra_side import LAUNCHER_OPTIONS
 from ptdbench.setup.runs import Run, Shape
 from ptdbench.sweep import resources, status
-from ptdbench.sweep.resources import Output, Step, in_container, mounted_folders, outermost
+from ptdbench.sweep.resources import Step, in_container, mounted_folders, outermost
 from ptdbench.terminal import echo, plural
 
 #: Name of a rank's log, without ``.out`` or ``.err``, with SLURM's patterns for the ids of job and task.
@@ -124,8 +124,9 @@ class Array:
         """Return the script; ``options`` are the launcher's own, those of :data:`LAUNCHER_OPTIONS`."""
         count, cluster = len(self.jobs), self.cluster
         chosen = {name: value for name, value in options.items() if value is not None}
-        parallel, delay = (int(chosen.get(name, default)) for name, default in LAUNCHER_OPTIONS.items())
-        flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
+        parallel, delay = (int(chosen.get(name, default)) for name, default in\ LAUNCHER_OPTIONS.items())
+        flags: dict[str, str | int] = {"output": self._by_pattern(self.staging / ledger.LOG_OF_SLURM)}
+        flags |= {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
         if count > 1:
             flags["array"] = f"0-{count - 1}%{min(parallel, count)}"
         # The script creates the folders for its output, and moves its own output there: SLURM creates no folders, and
@@ -147,9 +148,7 @@ class Array:
         if cluster.requeue and cluster.container.image:
             request = f"{shlex.quote(str(self.sweep.absolute()))}/{slurm.REQUEUE}$SLURM_JOB_ID"
             after.append(f'if rm {request} 2> /dev/null; then scontrol requeue "{_JOB}"; fi')
-        log = self._by_pattern(self.staging / ledger.LOG_OF_SLURM)
-        output = Output(log, flags, setup, after)
-        return resources.script(cluster, self._shape, self.name, steps, output)
+        return resources.script(cluster, self._shape, self.name, steps, flags, setup, after)
 
     def _run(self, number: int, folder: Path) -> Step:
         """Return the step that executes a run of a job; if needed, the script first searches its micro-batch."""

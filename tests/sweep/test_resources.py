@@ -16,7 +16,7 @@ from ptdbench.problems import as_typed
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.runs import Shape
-from ptdbench.sweep.resources import Output, Step, check, flags, script, setup_lines, shape
+from ptdbench.sweep.resources import Step, check, flags, script, setup_lines, shape
 from tests.conftest import read
 from tests.daily import cases
 from tests.programs import call, until
@@ -233,7 +233,7 @@ class TestSetup:
 def test_a_script_that_a_person_can_read():
     cluster = asked(partition="gpu", exclusive=True, srun_args=["--cpu-bind=cores"], setup=["ulimit -l unlimited"])
     command = ["python", "train.py", "model=gpt_small"]
-    assert script(cluster, Shape(4, 8, 8, 12), "gpt_small ddp", [Step(command)], Output("logs/%j.log")) == (
+    assert script(cluster, Shape(4, 8, 8, 12), "gpt_small ddp", [Step(command)], {"output": "logs/%j.log"}) == (
         "#!/bin/bash\n# 4 nodes x 8 ranks\n#SBATCH --job-name='gpt_small ddp'\n#SBATCH --partition=gpu\n"
         "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\n#SBATCH --cpus-per-task=12\n#SBATCH --gpus-per-node=8\n"
         "#SBATCH --time=60\n#SBATCH --exclusive\n#SBATCH --no-requeue\n#SBATCH --output=logs/%j.log\n\n"
@@ -266,7 +266,7 @@ class TestRealSlurm:
     def test_slurm_accepts_what_it_has_and_refuses_the_rest(self, options, said):
         cluster, known = asked(**options), commands.partitions()
         where = shape(cluster, "auto", every, known)
-        text = script(cluster, where, "asked", [Step(["true"])], Output("log"))
+        text = script(cluster, where, "asked", [Step(["true"])], {"output": "log"})
         assert check(cluster, where, known) == []
         if said:
             with pytest.raises(SlurmError, match=said):
@@ -282,7 +282,7 @@ class TestRealSlurm:
         where = shape(cluster, "auto", every, commands.partitions())
         fails = Step(["sh", "-c", "[ $SLURM_PROCID = 1 ] && exit 3; sleep 600"])
         steps = [fails, Step([sys.executable, "-c", program, *words])] if several else [fails]
-        text = script(cluster, where, "two words", steps, Output(f"{tmp_path}/a log %j"))
+        text = script(cluster, where, "two words", steps, {"output": f"{tmp_path}/a log %j"})
         job = call("sbatch", "--parsable", cwd=tmp_path, environ=slurm, told=text).stdout.strip()
         state = until(lambda: (found := commands.queue([job])[job]).is_over and found, 120)
         assert (state.state, state.reason) == ("FAILED", "NonZeroExitCode")
