@@ -74,7 +74,6 @@ class Copies:
 
     @torch.no_grad()
     def _cast(self, holders: Sequence[_Holder]) -> None:
-        """Bring the copies of some weights up to date, in one operation."""
         weights = list(dict.fromkeys(holder.weight for holder in holders))  # tied weights once
         for weight in weights:
             if weight not in self._copies:
@@ -126,7 +125,6 @@ class _Holder:
         self._list()
 
     def restore(self) -> None:
-        """Let the module see its parameter."""
         if vars(self.part).pop(self.name, None) is not None:
             self._list()
 
@@ -175,7 +173,7 @@ class _CastWeights(torch.autograd.Function):
 def enable_wide_gradients(module: nn.Module, *, gathered: bool = False) -> None:
     """Let linear layers, embeddings and norms write weight gradients in the dtype of the weights.
 
-    Modules compute with their copies (:class:`ptdbench.kernels.copies.Copies`), but pass gradients directly to the
+    Modules compute with their copies (:class:`Copies`), but pass gradients directly to the
     weights. Linear layers and embeddings always do: products are written in fp32 if the device supports it, and rows
     are summed in fp32. Norms do if compiled, which fuses the cast; in eager mode many gradients are cast in one
     operation. A compiled norm's output is also recomputed in the backward pass, whose kernels read its input anyway:

@@ -8,7 +8,6 @@ way, none of them twice. This is the idea of Liger Kernel (https://arxiv.org/abs
 torch.compile, which may keep the softmax for the backward pass if it is smaller than the weight's gradient.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,9 +126,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del grad  # before the next chunk takes as much
 
         ctx.tokens = len(hidden)
-        ctx.save_for_backward(_joined(hidden_grads, torch.cat) if needs_hidden else None, weight_grad)
+        # A single chunk's gradient is not copied.
+        hidden_grad = torch.cat(hidden_grads) if len(hidden_grads) > 1 else next(iter(hidden_grads), None)
+        ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.hidden_dtype, ctx.weight_dtype = hidden.dtype, original.dtype
-        return _joined(losses, lambda all_of_them: torch.stack(all_of_them).sum()) / len(hidden)
+        return torch.stack(losses).sum() / len(hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, Tensor | None, None, None]:
@@ -143,11 +144,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scaled = weight_grad * scale if _keeps_graph() else weight_grad.mul_(scale)
             weight_grad = scaled.to(ctx.weight_dtype)
         return hidden_grad, None, weight_grad, None, None
-
-
-def _joined(parts: list[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """Join the results of chunks; a single one is not copied."""
-    return join(parts) if len(parts) > 1 else parts[0]
 
 
 def _keeps_graph() -> bool:

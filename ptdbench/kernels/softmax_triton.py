@@ -109,7 +109,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
     Returns:
         ``[rows]``, fp32.
     """
-    losses = _numbers(logits)
+    losses = torch.empty_like(targets, dtype=torch.float32)
     _softmax_cross_entropy[len(logits),](logits, logits.stride(0), targets, losses, GRADIENT=gradient, **_size(logits))
     return losses
 
@@ -124,7 +124,8 @@ def softmax_statistics(logits: Tensor, positions: Tensor) -> tuple[Tensor, Tenso
     Returns:
         Three of ``[rows]``, fp32.
     """
-    statistics = _numbers(logits), _numbers(logits), _numbers(logits)
+    maxima = torch.empty_like(positions, dtype=torch.float32)
+    statistics = maxima, torch.empty_like(maxima), torch.empty_like(maxima)
     _softmax_statistics[len(logits),](logits, logits.stride(0), positions, *statistics, **_size(logits))
     return statistics
 
@@ -139,11 +140,6 @@ def softmax_gradient_(logits: Tensor, positions: Tensor, maxima: Tensor, totals:
         totals: ``[rows]``, fp32: sums of exp(logit - maximum).
     """
     _softmax_gradient[len(logits),](logits, logits.stride(0), positions, maxima, totals, **_size(logits))
-
-
-def _numbers(logits: Tensor) -> Tensor:
-    """Return an uninitialized number for each row."""
-    return logits.new_empty(len(logits), dtype=torch.float32)
 
 
 def _size(logits: Tensor) -> dict[str, int]:

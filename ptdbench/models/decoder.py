@@ -13,7 +13,7 @@ from ptdbench.models.protocol import Role
 
 
 class Decoder(nn.Module):
-    """A decoder as a chain of an embedding, blocks and a head.
+    """A decoder as a chain of an embedding, blocks and a head; implements :class:`ptdbench.models.protocol.Model`.
 
     Args:
         embedding: Maps tokens to the stream.

@@ -36,19 +36,18 @@ class RouterOptions:
     normalize: bool = True  #: Whether the weights of the chosen experts are scaled to a sum of 1.
 
     def __post_init__(self) -> None:
-        rule = f"must be {', '.join(get_args(Balance))}"
-        require(
-            None if self.balance in get_args(Balance) else Problem("router.balance", self.balance, rule),
-            *(
-                None
-                if isinstance(value, int | float) and value >= 0
-                else Problem(f"router.{name}", value, "must be a number of at least 0")
-                for name, value in (("coefficient", self.coefficient), ("bias_rate", self.bias_rate))
-            ),
-            None
-            if isinstance(self.normalize, bool)
-            else Problem("router.normalize", self.normalize, "must be true or false"),
-        )
+        rules = {
+            "balance": (self.balance in get_args(Balance), f"must be {', '.join(get_args(Balance))}"),
+            "coefficient": (_is_magnitude(self.coefficient), "must be a number of at least 0"),
+            "bias_rate": (_is_magnitude(self.bias_rate), "must be a number of at least 0"),
+            "normalize": (isinstance(self.normalize, bool), "must be true or false"),
+        }
+        problems = {name: rule for name, (holds, rule) in rules.items() if not holds}
+        require(*(Problem(f"router.{name}", getattr(self, name), rule) for name, rule in problems.items()))
+
+
+def _is_magnitude(value: object) -> bool:
+    return isinstance(value, int | float) and value >= 0
 
 
 class Router(nn.Module):

@@ -12,8 +12,6 @@ from ptdbench.problems import at_least, divides, require
 class GPT(Decoder):
     """The decoder: a chain of an embedding, equal blocks and a head.
 
-    Implements :class:`ptdbench.models.protocol.Model`.
-
     Args:
         layers: Number of blocks.
         heads: Attention heads of a block; must divide ``width``.

@@ -20,8 +20,6 @@ SCALED_LENGTH, SLOW_TURNS, FAST_TURNS = 8192, 1, 4
 class Llama(Decoder):
     """The decoder: a chain of an embedding, equal blocks and a head.
 
-    Implements :class:`ptdbench.models.protocol.Model`.
-
     Args:
         layers: Number of blocks.
         heads: Attention heads of a block; must divide ``width`` into even parts.

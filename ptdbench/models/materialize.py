@@ -44,10 +44,11 @@ def materialize(
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if not tensor.is_meta:
             continue
-        full_name = prefix + name
-        full_name = twins.get(full_name, full_name)
+        full_name = twins.get(prefix + name, prefix + name)
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        model.reset(full_name, values, _generator(seed, full_name, values.device))
+        digest = hashlib.blake2b(f"{seed}:{full_name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(values.device).manual_seed(int.from_bytes(digest, "big", signed=True))
+        model.reset(full_name, values, generator)
         real = placed(tensor, values)
         if isinstance(tensor, nn.Parameter):
             real = nn.Parameter(real, tensor.requires_grad)
@@ -70,8 +71,3 @@ def _move(module: nn.Module, device: torch.device) -> None:
 def parameter_count(module: nn.Module) -> int:
     """Return the number of parameters of ``module``, including frozen ones; a tied weight counts once."""
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big", signed=True))

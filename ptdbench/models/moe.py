@@ -17,8 +17,6 @@ from ptdbench.problems import Problem, at_least, require
 class MoE(Decoder):
     """The decoder: an embedding, blocks with one MLP, blocks with a mixture of experts, and a head.
 
-    Implements :class:`ptdbench.models.protocol.Model`.
-
     Args:
         layers: Number of blocks.
         dense_layers: How many of the first blocks have an MLP instead of experts.

@@ -75,7 +75,6 @@ class Stages:
                 opened.append(owner)  # a table that code around it reads, for one
 
     def _follow(self, module: nn.Module, run: Run, example: tuple[Any, Tensor]) -> None:
-        """Record the forward of the module, and divide it."""
         reason = ""
         for fakes in (True, False):  # code that reads values does not run without
             try:

@@ -316,7 +316,6 @@ class _Uses(TorchDispatchMode):
 
     @contextmanager
     def noting_calls(self, layers: Iterable[nn.Module]) -> Iterator[None]:
-        """Note which of the layers are called, and run."""
         with ExitStack() as hooks:
             for layer in layers:
                 hooks.callback(layer.register_forward_pre_hook(lambda layer, _: self._running.append(layer)).remove)

@@ -320,7 +320,6 @@ class Shell:
             self._pass = None
 
     def _call(self, name: str, /, *arguments: Any, **options: Any) -> Any:
-        """Act in place of a unit."""
         unit, within = self._units[name], self._pass
         if within is None:  # recomputation in a backward pass
             return unit(*arguments, **options)

@@ -24,19 +24,15 @@ def rules(model: nn.Module) -> dict[nn.Parameter, Rule]:
     of_weight: dict[nn.Parameter, Rule] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):
-            is_embedding, is_head = isinstance(module, nn.Embedding | nn.EmbeddingBag), linear[-1:] == [module]
-            of_weight.setdefault(weight, _rule(weight, is_embedding, is_head))
+            rule: Rule = "matrices" if weight.dim() == 2 else "kernels"
+            if weight.dim() < 2:
+                rule = "vectors"
+            elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                rule = "embeddings"
+            elif linear[-1:] == [module]:
+                rule = "head"
+            of_weight.setdefault(weight, rule)
     return of_weight
-
-
-def _rule(weight: nn.Parameter, is_embedding: bool, is_head: bool) -> Rule:
-    if weight.dim() < 2:
-        return "vectors"
-    if is_embedding:
-        return "embeddings"
-    if is_head:
-        return "head"
-    return "matrices" if weight.dim() == 2 else "kernels"
 
 
 def in_groups(

@@ -90,8 +90,6 @@ class Offload(Activations):
             wrap_forward(layer, partial(offloading.of_layer, layer, number == 0))
 
 
-MUST_SAVE, PREFER_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 #: Products of two matrices, which ``activations.products`` counts.
@@ -120,7 +118,7 @@ def _selecting(products: int) -> _Contexts:
         if kind in PRODUCTS:
             is_kept = seen[context.is_recompute] % products == 0
             seen[context.is_recompute] += 1
-        return MUST_SAVE if is_kept and kind in EXPENSIVE else PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if is_kept and kind in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -169,7 +167,7 @@ class _Offloading:
         self._on_device: list[_Run] = []
 
     def of_layer(self, layer: nn.Module, is_first: bool, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``forward`` of a layer, the first one or not, to offload its saved tensors."""
+        """Wrap ``forward`` of a layer."""
 
         @wraps(forward)
         def run(*arguments: Any, **named: Any) -> Any:
@@ -268,7 +266,6 @@ class _Copy:
         self._fetched: tuple[Tensor, Any] | None = None
 
     def prefetch(self) -> None:
-        """Start fetching it, unless it is on the device or no longer needed."""
         if self.uses and self._source is None and self._fetched is None:
             self._fetch()
 

@@ -34,7 +34,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     # Before any transform, and only if the parts matter: for a user's own module, finding them takes a trace.
     needs_parts = setting.compile or is_narrow or is_sharded
     parts = list((model.parts() or {}).values()) if needs_parts else []
-    fill = partial(_fill, model, setting)
+    fill = partial(materialize, model, device=setting.device, seed=setting.seed, placed=_placed)
     # First replace modules inside layers: all later transforms wrap them.
     _replace_modules(module, layers, setting, options)
     if ranks := setting.mesh["cp"]:
@@ -101,13 +101,9 @@ def _narrowed(module: nn.Module, units: Sequence[nn.Module], setting: Setting, o
     return Copies(module, units, dtype, vectors_wait=waits)
 
 
-def _fill(model: Model, setting: Setting, part: nn.Module, prefix: str = "") -> None:
-    """Materialize a part, given the prefix of its names; tensors keep this rank's part of the initial values."""
-
-    def placed(meta: Tensor, values: Tensor) -> Tensor:
-        return precision.wrapped_like(meta, tensor.placed(meta, values))
-
-    materialize(model, part, prefix=prefix, device=setting.device, seed=setting.seed, placed=placed)
+def _placed(meta: Tensor, values: Tensor) -> Tensor:
+    """Return this rank's part of initial values, as FSDP gathers it."""
+    return precision.wrapped_like(meta, tensor.placed(meta, values))
 
 
 def _completed(

@@ -61,25 +61,18 @@ def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterabl
     units = [module] if mode == "whole" else [*layers, *outside]
     options: dict[str, Any] = {"fullgraph": True} if mode == "whole" else {}
     if mode == "autotune":
-        options["options"] = autotuning()
+        from torch._inductor import list_mode_options
+
+        # torch's max-autotune options, plus persistent matrix products that load through the tensor memory accelerator
+        # (TMA), which torch omits: on Hopper its plain kernels seldom beat cuBLAS. GPUs without TMA skip them.
+        tuned = list_mode_options("max-autotune-no-cudagraphs")
+        options["options"] = {**tuned, "triton.enable_persistent_tma_matmul": True}
     # Allow for every kind of part: a ResNet's blocks of many shapes share one code object, and so one limit.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, VARIANTS * len({repr(unit) for unit in units}))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
     for unit in units:
         wrap_forward(unit, partial(_compiled, name=type(unit).__name__, mode=mode, options=options))
-
-
-def autotuning() -> dict[str, bool]:
-    """Return compiler options for choosing kernels by timing.
-
-    These are torch's max-autotune options, plus persistent matrix products that load through the tensor memory
-    accelerator (TMA), which torch omits: on Hopper its plain kernels seldom beat cuBLAS. GPUs without TMA skip them.
-    """
-    from torch._inductor import list_mode_options
-
-    options: dict[str, bool] = list_mode_options("max-autotune-no-cudagraphs")
-    return {**options, "triton.enable_persistent_tma_matmul": True}
 
 
 def parts_outside_layers(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module]) -> list[nn.Module]:

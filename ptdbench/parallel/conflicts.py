@@ -21,8 +21,6 @@ from ptdbench.problems import Problem, nearest, try_these
 #: Whether the option is ruled out, the option, the rule, and a remedy.
 Row = tuple[object, str, str, str]
 
-_DEFAULTS = {field.name: field.default for field in fields(Options)}
-
 _NO_EFFECT = "has no effect under these degrees of parallelism"
 _1F1B = "parallel.schedule=interleaved1f1b"
 _UNDIVIDED = "try 1, or parallel=ddp,fsdp"
@@ -49,7 +47,7 @@ def of_values(options: Options) -> list[Row]:
 def of_degrees(options: Options) -> list[Row]:
     """Return options that have no effect, or not the requested one, under the requested degrees."""
     is_one = {name: degree == 1 for name, degree in options.degrees().items()}
-    is_set = {name: getattr(options, name) != default for name, default in _DEFAULTS.items()}
+    is_set = {field.name: getattr(options, field.name) != field.default for field in fields(options)}
     # A degree that is derived counts as above 1, as it is on several ranks.
     dims = Dims(**{name: degree if isinstance(degree, int) else 2 for name, degree in options.degrees().items()})
     # DDP also averages gradients over ranks that share a sequence, and FSDP also shards weights over them.
@@ -302,7 +300,7 @@ def _undivided(
 ) -> Row:
     """Return whether ``ranks`` times ``others`` do not divide the units of any role of ``whole``.
 
-    ``others``: another degree that splits the same units, or the pieces per rank; ``why``: which, to follow a comma.
+    ``others``: another degree that splits the same units, or the pieces per rank; ``reason``: which, to follow a comma.
     """
     shared = [role for role in roles if role.units]
     wrong = next((role for role in shared if role.units % (ranks * others)), None)

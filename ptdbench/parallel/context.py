@@ -91,7 +91,6 @@ def exchange(model: Model, module: nn.Module, mesh: DeviceMesh, method: Method) 
 
 
 def _number(positions: Positions, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Convert positions in a rank's share to positions in the whole sequence."""
     local, *others = arguments
     return positions.numbers(local), *others
 
@@ -150,7 +149,6 @@ class Sliced(Engine):
         return outputs if self.owns_loss else None
 
     def _share(self, tensor: Tensor) -> Tensor:
-        """Return this rank's positions of ``[batch, length]``."""
         return self._positions.share(tensor, _POSITIONS)
 
     def _mean(self, loss: Tensor) -> Tensor:

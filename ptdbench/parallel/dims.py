@@ -237,7 +237,6 @@ def sizes_by_node(name: str, world_size: int, wanted: Mapping[str, Size], nodes:
 
 
 def _unfit(name: str, size: int, row: Degree, fold: list[int]) -> Problem | None:
-    """Return a problem if a degree does not divide the ranks that it regroups."""
     fits = divisors(math.prod(fold))
     if size in fits:
         return None

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
 
 from ptdbench.kernels.copies import Copies
+from ptdbench.local_part import local_part
 from ptdbench.models.state import Modes, preserved
 from ptdbench.nested import split
 from ptdbench.parallel.experts import Routing
@@ -43,7 +44,8 @@ class LaidOutModule:
     begin: Callable[[Tensor], None] = lambda _: None  #: Begins a step, given the factor of each micro-batch's loss.
     settle: Callable[[], None] = lambda: None  #: Completes the gradients after the last backward pass of a step.
     routing: Routing | None = None  #: For a model with experts: the counts of tokens routed to them.
-    attach: Callable[[torch.optim.Optimizer], None] = lambda _: None  #: Lets an optimizer update only this rank's part.
+    #: Lets an optimizer update only this rank's part of the weights, if replicas share its state.
+    attach: Callable[[torch.optim.Optimizer], object] = lambda _: None
     copies: Copies | None = None  #: Narrow copies of the weights to compute with, if the compute dtype is narrow.
 
 
@@ -176,7 +178,7 @@ def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
     alike: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         spread = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-        alike.setdefault(spread, []).append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        alike.setdefault(spread, []).append(local_part(gradient))
     squares = []
     for spread, gradients in alike.items():
         square = _square_of(gradients)

@@ -32,9 +32,6 @@ from ptdbench.profiling.events import COMBINE, DISPATCH
 #: The dimension of stacked matrices along which FSDP shards a rank's experts.
 SHARDED = 1
 
-#: Number of steps whose counts are reduced over the ranks in one message.
-_AT_ONCE = 1000
-
 stacks.waits_in(__file__)  # for the token counts of other ranks
 
 
@@ -155,9 +152,7 @@ class Routing:
         self._scale = dims.tensor / dims.expert
         self._totals = {name: torch.zeros(part.experts + 1).double() for name, part in self._routers.items()}
         self._loads = array("d")  # tokens that this rank computes, per step and module of experts
-        inner = mesh["tp"]
         self._ranks = mesh.dp_cp.size() * dims.tensor
-        self._place = mesh.dp_cp.get_local_rank() * dims.tensor + (inner.get_local_rank() if inner else 0)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -187,13 +182,13 @@ class Routing:
             self._loads.append(sum(received))
             received.clear()
         if balanced := {name: counts[:-1] for name, counts in counted.items() if self._routers[name].balances}:
-            whole = self._sum_over_ranks(torch.cat([*balanced.values()]))
+            whole = self._over_ranks(torch.cat([*balanced.values()]))
             for name, counts in zip(balanced, whole.split([len(counts) for counts in balanced.values()]), strict=True):
                 self._routers[name].balance(counts)
 
     def totals(self) -> dict[str, list[float]]:
         """Return each expert's choices in all steps, then the dropped ones, by router name; called in all ranks."""
-        return {name: self._sum_over_ranks(counts.clone()).tolist() for name, counts in self._totals.items()}
+        return {name: self._over_ranks(counts.clone()).tolist() for name, counts in self._totals.items()}
 
     def fullest(self) -> float | None:
         """Return the tokens of the fullest rank relative to the mean over ranks, averaged over layers and steps.
@@ -202,16 +197,12 @@ class Routing:
         """
         if not (self._loads and self._routers):
             return None
-        device, total = next(iter(self._totals.values())).device, 0.0
-        steps = torch.tensor(self._loads, device=device).view(-1, len(self._experts))
-        for chunk in steps.split(_AT_ONCE):
-            loads = chunk.new_zeros(self._ranks, *chunk.shape)
-            loads[self._place] = chunk
-            loads = self._sum_over_ranks(loads)
-            total += float((loads.amax(0) / loads.mean(0)).sum())
-        return total / len(self._loads)
+        loads = torch.tensor(self._loads, device=next(iter(self._totals.values())).device)
+        largest = self._over_ranks(loads.clone(), dist.ReduceOp.MAX)
+        return float((largest * self._ranks / self._over_ranks(loads)).mean())
 
-    def _sum_over_ranks(self, counts: Tensor) -> Tensor:
+    def _over_ranks(self, counts: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce counts in place."""
         for group in self._groups:
-            dist.all_reduce(counts, group=group)
+            dist.all_reduce(counts, operation, group)
         return counts

@@ -28,7 +28,7 @@ def shard(
     parts: Sequence[nn.Module],
     setting: Setting,
     options: Options,
-    fill: Callable[[nn.Module, str], None],
+    fill: Callable[..., None],
     experts: Collection[nn.Module],
 ) -> LaidOutModule:
     """Shard a module over the ranks, layer by layer.
@@ -40,7 +40,7 @@ def shard(
         setting: The ranks and formats; ``kernels=torch``: a group for each layer and one for the rest, under torch's
             default policies.
         options: The options of the layout.
-        fill: Materializes a module, given the prefix of its names in ``module``.
+        fill: Materializes a module, given the ``prefix`` of its names in ``module``.
         experts: Modules of experts that ranks share.
     """
     mesh, dims, dtype = setting.mesh, setting.layout.dims, DTYPES[setting.precision]
@@ -68,12 +68,12 @@ def shard(
     # Materialize and shard one group at a time, so that at most one is whole in memory.
     groups: dict[nn.Module, FSDPModule] = {}
     for unit, is_freed in freed.items():
-        fill(unit, f"{names[unit]}.")
+        fill(unit, prefix=f"{names[unit]}.")
         groups[unit] = cut(unit, is_freed)
     for table in tables:
         groups[table].set_unshard_in_backward(False)
     # The remaining weights are gathered first and freed last.
-    fill(module, "")
+    fill(module)
     root = cut(module, False)
     for part in (*tables, *([] if is_fused else [root])) if dims.tensor > 1 else ():
         # Rows, or torch's loss, come from a DTensor; autograd refuses in-place writes to views of it anyway.

@@ -157,11 +157,6 @@ def open_links(group: dist.ProcessGroup, device: torch.device) -> None:
         _PP_DIRECTION_GROUP_CACHE[group] = groups
 
 
-#: The dtypes that a stage may send, encoded by their index.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
-_MOST_DIMENSIONS = 8
-
-
 class Pipelined(Engine):
     """The engine of a pipeline: a schedule and this rank's stages, each laid out over its replicas or shards."""
 
@@ -295,24 +290,21 @@ class _LinkedStage(_InferringStage):
 
 
 def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, to: int) -> None:
-    """Send tensors of at most eight dimensions to rank ``to`` of the group, preceded by their shapes and dtypes.
+    """Send tensors to rank ``to`` of the group, preceded by their shapes and dtypes.
 
     For evaluation, whose last batch is smaller: ``PipelineStage`` infers shapes only once, in its first pass.
     """
-    for left, tensor in zip(range(len(tensors) - 1, -1, -1), tensors, strict=True):
-        header = [left, _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-        header += [0] * (3 + _MOST_DIMENSIONS - len(header))
-        dist.send(torch.tensor(header, device=tensor.device), group=group, group_dst=to)
+    kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    dist.send_object_list([kinds], group=group, device=tensors[0].device, group_dst=to)
+    for tensor in tensors:
         dist.send(tensor.contiguous(), group=group, group_dst=to)
 
 
 def receive_tensors(group: dist.ProcessGroup, origin: int, device: torch.device) -> list[Tensor]:
     """Receive, on ``device``, the tensors that rank ``origin`` of the group sends."""
-    tensors, left = list[Tensor](), 1
-    while left:
-        header = torch.empty(3 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
-        dist.recv(header, group=group, group_src=origin)
-        left, dtype, dimensions, *shape = header.tolist()
-        tensors.append(torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=device))
-        dist.recv(tensors[-1], group=group, group_src=origin)
+    kinds: list[Any] = [None]
+    dist.recv_object_list(kinds, group=group, device=device, group_src=origin)
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds[0]]
+    for tensor in tensors:
+        dist.recv(tensor, group=group, group_src=origin)
     return tensors

@@ -1,10 +1,4 @@
-"""Replicas of a model: DDP averages their gradients, ZeRO-1 shards the optimizer state, and checksums compare weights.
-
-torch's ``ZeroRedundancyOptimizer`` keeps its state in an inner optimizer with separate parameter groups, and gathers it
-on one rank to save it. Here the optimizer keeps the parameter groups, gradients and names of all weights, but each
-replica holds only the state of its part. Clipping, loss scaling, schedules and checkpoints therefore
-work as without ZeRO-1, and a checkpoint can be resumed under any layout.
-"""
+"""Replicas of a model: DDP averages gradients, ZeRO-1 shards the optimizer state, and checksums compare weights."""
 
 import inspect
 from collections import defaultdict
@@ -84,7 +78,7 @@ def replicate(module: nn.Module, setting: Setting, options: Options) -> LaidOutM
         # A static graph knows which gradients are missing; averaging after the backward pass uses zeros for them.
         settle=(lambda: None) if is_complete else partial(_require_all, module, options.static_graph),
         settles_after=2 if static_graph else 1,
-        attach=Zero1(module, group).attach if options.optimizer == "zero1" else lambda _: None,
+        attach=partial(Zero1, module, group) if options.optimizer == "zero1" else lambda _: None,
     )
 
 
@@ -128,17 +122,20 @@ def bucket_size(gradients: int) -> float:
 
 
 class Zero1:
-    """Assigns each replicated weight of a module, unsplit, to one rank of a group."""
+    """Assigns each replicated weight of a module, unsplit, to one rank of a group.
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    torch's ``ZeroRedundancyOptimizer`` keeps its state in an inner optimizer with separate parameter groups, and
+    gathers it on one rank to save it. Here the optimizer keeps the parameter groups, gradients and names of all
+    weights, but updates only this rank's part, and receives the rest after each step. Clipping, loss scaling, schedules
+    and checkpoints therefore work as without ZeRO-1, and a checkpoint can be resumed under any layout.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> None:
         trained = [weight for weight in module.parameters() if weight.requires_grad]
         owners = assign_owners([weight.numel() for weight in trained], dist.get_world_size(group))
         self._owners = dict(zip(trained, owners, strict=True))
         self._others = [weight for weight, owner in self._owners.items() if owner != dist.get_rank(group)]
         self._group = group
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer of all weights update only this replica's part, and receive the rest after each step."""
         for weight in self._others:
             optimizer.state.pop(weight, None)  # some optimizers create state before the first step
         optimizer.register_step_pre_hook(self._before_step)
@@ -146,7 +143,6 @@ class Zero1:
 
     @torch.no_grad()
     def _share(self, *_: Any) -> None:
-        """Broadcast this replica's part of the weights, and receive the other parts."""
         for owner in range(dist.get_world_size(self._group)):
             weights = [weight.detach() for weight, its in self._owners.items() if its == owner]
             if weights:  # coalesced into few messages, as DDP itself broadcasts weights

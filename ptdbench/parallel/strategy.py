@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
 from ptdbench.models.protocol import Model, module_of
@@ -16,15 +16,6 @@ from ptdbench.parallel.engine import Accumulating, Engine
 from ptdbench.parallel.options import Options, Setting
 from ptdbench.parallel.pipeline_engine import Pipelined
 from ptdbench.problems import at_least, require
-
-
-def choose_convolutions(module: nn.Module, device: torch.device) -> None:
-    """Let cuDNN, or MIOpen on AMD GPUs, time its convolution algorithms for each shape and keep the fastest.
-
-    It pays off as a run has few shapes: of training, of evaluation and of its last batch.
-    """
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = any(isinstance(part, _ConvNd) for part in module.modules())
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,11 @@ class Strategy(Options):
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""
         start_afresh(setting.compile)
-        choose_convolutions(module_of(model), setting.device)
+        if setting.device.type == "cuda":
+            # cuDNN, or MIOpen on AMD GPUs, times its convolution algorithms for each shape and keeps the fastest. It
+            # pays off as a run has few shapes: of training, of evaluation and of its last batch.
+            has_convolutions = any(isinstance(part, _ConvNd) for part in module_of(model).modules())
+            torch.backends.cudnn.benchmark = has_convolutions
         engine: Engine
         if self.applies("pipeline", setting.layout.dims):
             engine = Pipelined(model, setting, self)

@@ -76,11 +76,7 @@ def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: 
         spread(part, mesh, Replicate(), Replicate())
     _tie(module, same)
     if splits_logits:  # the loss is a DTensor, and so are logits without targets
-        module.register_forward_hook(_whole)
-
-
-def _whole(_module: nn.Module, _arguments: Any, output: Any) -> Any:
-    return output.full_tensor() if isinstance(output, DTensor) else output
+        module.register_forward_hook(lambda _, __, out: out.full_tensor() if isinstance(out, DTensor) else out)
 
 
 def placed(meta: Tensor, values: Tensor) -> Tensor:
@@ -171,21 +167,18 @@ class _SplitSequence(_Replicated):
         self._sequence = sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks, rank = device_mesh.size(), device_mesh.get_local_rank()
+
+        def number_all(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (torch.arange(len(arguments[0]) * ranks, device=arguments[0].device),)
+
         for router in (part for part in module.modules() if isinstance(part, Router)):
             # Before the hook of context parallelism, which numbers the positions of all these ranks.
-            router.positions.register_forward_pre_hook(partial(self._number_all, device_mesh), prepend=True)
-            router.positions.register_forward_hook(partial(self._select_own, device_mesh))
+            router.positions.register_forward_pre_hook(number_all, prepend=True)
+            router.positions.register_forward_hook(lambda _, __, positions: positions.tensor_split(ranks)[rank])
         if not self._sequence:
             wrap_forward(module, partial(self._on_share, device_mesh))
         return super()._apply(module, device_mesh)
-
-    @staticmethod
-    def _number_all(mesh: DeviceMesh, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (torch.arange(len(arguments[0]) * mesh.size(), device=arguments[0].device),)
-
-    @staticmethod
-    def _select_own(mesh: DeviceMesh, _module: nn.Module, _inputs: Any, positions: Tensor) -> Tensor:
-        return positions.tensor_split(mesh.size())[mesh.get_local_rank()]
 
     @staticmethod
     def _on_share(mesh: DeviceMesh, run: Callable[[Tensor], Tensor]) -> Any:
@@ -252,7 +245,6 @@ def _over_ranks(tensor: Tensor, mesh: DeviceMesh, reduction: str) -> Tensor:
 
 
 def _redistributed(local: Tensor, mesh: DeviceMesh, placement: Placement, target: Placement) -> DTensor:
-    """Redistribute a local tensor from placement ``here`` to ``wanted``."""
     return DTensor.from_local(local, mesh, [placement], run_check=False).redistribute(mesh, [target])
 
 
