@@ -68,14 +68,6 @@ class Spread:
         return Spread(self.squares * share, self.freedom * share)
 
 
-@dataclass(frozen=True)
-class Noise:
-    """The random variation between runs of the same configuration."""
-
-    paired: Spread = Spread()  #: Variation not explained by configuration and block.
-    unpaired: Spread = Spread()  #: Variation not explained by the configuration, including drift of the machine.
-
-
 class Difference(NamedTuple):
     """The difference of two configurations; a cheap tuple, as ranking a thousand takes half a million."""
 
@@ -98,7 +90,9 @@ class Pool:
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples  # keeps the ids below valid
         self._moments = {id(sample): _moments(sample) for sample in samples if sample}
-        self._noise = noise(samples)
+        self.paired = _two_way(samples)  #: Variation not explained by configuration and block.
+        #: Variation not explained by the configuration, including drift of the machine.
+        self.unpaired = sum((moments.spread for moments in self._moments.values()), Spread())
 
     def difference(self, left: Sample, right: Sample) -> Difference | None:
         """Compare two configurations, by their common blocks if there are enough, or neither has other runs.
@@ -114,12 +108,12 @@ class Pool:
             pairs = _spread([math.log(left[block] / right[block]) for block in common])
             measured = Spread(pairs.spread.squares / 2, pairs.spread.freedom)
             mean, runs, scale = pairs.mean, pairs.runs, 2 / pairs.runs
-            spread = measured + (self._noise.paired - measured).as_prior(measured)
+            spread = measured + (self.paired - measured).as_prior(measured)
         else:
             sides = [self._moments[id(sample)] for sample in (left, right)]
             mean, runs = sides[0].mean - sides[1].mean, min(side.runs for side in sides)
             scale = sum(1 / side.runs for side in sides)
-            measured, others = _welch(*sides), self._noise.unpaired - sides[0].spread - sides[1].spread
+            measured, others = _welch(*sides), self.unpaired - sides[0].spread - sides[1].spread
             spread = measured + others.as_prior(measured)
         return Difference(mean, spread.deviation * math.sqrt(scale), spread.freedom, runs, is_paired)
 
@@ -131,14 +125,9 @@ class Pool:
         if len(sample) < MIN_RUNS:
             return None
         moments = self._moments[id(sample)]
-        others = self._noise.unpaired - moments.spread
+        others = self.unpaired - moments.spread
         spread = moments.spread + others.as_prior(moments.spread)
         return spread.deviation / math.sqrt(moments.runs), spread.freedom
-
-
-def noise(samples: Sequence[Sample]) -> Noise:
-    """Estimate the noise between runs of these configurations."""
-    return Noise(_two_way(samples), sum((_moments(sample).spread for sample in samples if sample), Spread()))
 
 
 def geometric_mean(sample: Sample) -> float | None:

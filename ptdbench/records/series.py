@@ -61,10 +61,15 @@ def keep(path: Path, steps: int) -> int:
 
 def copy(source: Path, target: Path, steps: int) -> int:
     """Write the first ``steps`` steps of one file into another; return how many of them there are."""
-    with target.open("wb") as file:
-        for rows in blocks(source):
-            np.save(file, rows, allow_pickle=False)
+    write(target, blocks(source))
     return keep(target, steps)
+
+
+def write(path: Path, content: Iterable[np.ndarray]) -> None:
+    """Replace a file with these blocks."""
+    with path.open("wb") as file:
+        for rows in content:
+            np.save(file, rows, allow_pickle=False)
 
 
 def blocks(path: Path) -> Iterator[np.ndarray]:

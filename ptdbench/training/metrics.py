@@ -27,19 +27,16 @@ from ptdbench.training.loop import StepLoop
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The steps of a run, as measured on all ranks."""
+    """The timed steps of a run, as measured on all ranks."""
 
-    step_seconds: Sequence[float]  #: Seconds of every step on its slowest rank, including the first step.
+    seconds: Sequence[float]  #: Seconds of each timed step on its slowest rank, of all starts.
     samples_per_step: int  #: Samples of one step over all ranks: the global batch.
     tokens_per_sample: int | None  #: Sequence length; ``None`` if samples are not token sequences.
     flops: Flops  #: FLOPs of the model.
     world_size: int  #: Ranks, one device each.
     device_name: str  #: As returned by :func:`device_name`.
     dtype: str  #: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
-    warmup_steps: int  #: Number of warm-up steps at the start of ``step_seconds``.
-    earlier_seconds: Sequence[float] = ()  #: Seconds of steps of earlier starts of this run, without their warm-up.
-    #: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
-    wait_seconds: Sequence[float] = ()
+    data_wait_share: float | None = None  #: Share of the last start's timed steps spent waiting for batches.
     ceiling: Ceiling | None = None  #: The ceiling in ``dtype``, if it is known.
 
 
@@ -49,8 +46,7 @@ def metrics(measured: Measurement) -> Metrics:
     Throughput is the total of timed samples over the total of timed seconds, not a mean of rates, which would favor
     runs with uneven steps. docs/measurements.md defines the others.
     """
-    last_start = measured.step_seconds[measured.warmup_steps :]
-    timed = [*measured.earlier_seconds, *last_start]
+    timed = measured.seconds
     samples_per_second = measured.samples_per_step * len(timed) / sum(timed) if timed else None
     tokens_per_second = _times(samples_per_second, measured.tokens_per_sample)
     flops_per_second = _times(samples_per_second, measured.flops.per_sample)
@@ -58,7 +54,6 @@ def metrics(measured: Measurement) -> Metrics:
     mfu, mfu_reason = _mfu(measured, rate)
     full, masked = measured.flops.per_sample, measured.flops.masked
     causal = _times(rate, 1 - masked / full if full and masked is not None else None)
-    waited = measured.wait_seconds[measured.warmup_steps :]
     figures = Metrics(
         step_seconds=summary(timed),
         tokens_per_second=tokens_per_second,
@@ -66,7 +61,7 @@ def metrics(measured: Measurement) -> Metrics:
         model_flops_per_second=flops_per_second,
         mfu=mfu,
         mfu_reason=mfu_reason,
-        data_wait_share=sum(waited) / sum(last_start) if waited and last_start else None,
+        data_wait_share=measured.data_wait_share,
         mfu_causal=_mfu(measured, causal)[0],
     )
     if ceiling := measured.ceiling:
@@ -104,23 +99,22 @@ def figures(job: Job, path: Path, segments: Sequence[Segment], ceiling: Ceiling 
     losses, seconds, waits = (
         series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds", "wait_seconds")
     )
-    of_last, earlier = _seconds_of_starts(segments, seconds, job.spec.config.train.warmup_steps)
+    of_last, earlier = _timed_seconds(segments, seconds, job.spec.config.train.warmup_steps)
     last, training = segments[-1], job.training
+    waited = _of(last, waits)[last.warmup_steps :]
     if job.spec.virtual:  # virtual devices compute nothing
         figures = Metrics()
     else:
         figures = metrics(
             Measurement(
-                step_seconds=of_last,
+                seconds=[*earlier, *of_last],
                 samples_per_step=training.layout.global_batch,
                 tokens_per_sample=training.data.tokens_per_sample,
                 flops=training.flops,
                 world_size=job.spec.world_size,
                 device_name=device_name(job),
                 dtype=dtype_of(job),
-                warmup_steps=last.warmup_steps,
-                earlier_seconds=earlier,
-                wait_seconds=_of(last, waits).tolist(),
+                data_wait_share=float(waited.sum()) / sum(of_last) if len(waited) and of_last else None,
                 ceiling=ceiling,
             )
         )
@@ -135,12 +129,10 @@ def figures(job: Job, path: Path, segments: Sequence[Segment], ceiling: Ceiling 
     )
 
 
-def _seconds_of_starts(
-    segments: Sequence[Segment], seconds: np.ndarray, minimum: int
-) -> tuple[list[float], list[float]]:
-    """Set the ``warmup_steps`` of each start, at least ``minimum``; return the seconds of all steps of the last start.
+def _timed_seconds(segments: Sequence[Segment], seconds: np.ndarray, minimum: int) -> tuple[list[float], list[float]]:
+    """Set the ``warmup_steps`` of each start, at least ``minimum``; return the seconds of the last start's other steps.
 
-    And of the timed steps of earlier starts with the same layout, where known.
+    And of those of earlier starts with the same layout, where known.
     """
     of_starts = [of_start[np.isfinite(of_start)].tolist() for of_start in (_of(start, seconds) for start in segments)]
     layouts = (json.dumps(to_builtins(start.layout), sort_keys=True) for start in segments)
@@ -149,9 +141,11 @@ def _seconds_of_starts(
         ends = warmup_ends([of_starts[place] for place in alike], minimum)
         for place, end in zip(alike, ends, strict=True):
             segments[place].warmup_steps = end
-    *earlier, last = next(alike for alike in groups.values() if len(segments) - 1 in alike)
-    timed = [second for place in earlier for second in of_starts[place][segments[place].warmup_steps :]]
-    return of_starts[last], timed
+    *earlier, last = (
+        of_starts[place][segments[place].warmup_steps :]
+        for place in next(alike for alike in groups.values() if len(segments) - 1 in alike)
+    )
+    return last, [second for of_start in earlier for second in of_start]
 
 
 def first_nonfinite_loss(path: Path) -> int | None:

@@ -72,7 +72,7 @@ class TestForms:
             keep(tmp_path / place, "0_gpt_tiny_ddp", DDP)
         assert report(tmp_path / "one/outputs", sweep, tmp_path / "two/outputs", "--md")[0] == 0
         assert (tmp_path / "one/outputs/report.md").read_text().split("\n\n")[1] == (
-            "# gpt\\_tiny: one/outputs, sweep, two/outputs"
+            "# gpt\\_tiny: one/outputs, sweep and two/outputs"
         )
         assert report(sweep, "--latex", "--title", "8 GPUs")[1] == [f"report       {sweep / 'report.tex'}"]
         assert (sweep / "report.tex").read_text().startswith("% 8 GPUs\n")

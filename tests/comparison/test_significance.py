@@ -12,7 +12,6 @@ from ptdbench.comparison.significance import (
     MIN_RUNS,
     PRIOR_FREEDOM,
     Difference,
-    Noise,
     Pool,
     Sample,
     Spread,
@@ -92,7 +91,7 @@ def test_blocks_that_one_lacks_do_not_count_and_with_hardly_any_the_means_do():
 
 def test_the_noise_within_blocks_is_the_residual_of_the_two_way_layout():
     table = RANDOM(1).normal(0, 0.1, (4, 5)) + np.linspace(0, 1, 5)
-    estimate = significance.noise([dict(enumerate(np.exp(row).tolist())) for row in table])
+    estimate = Pool([dict(enumerate(np.exp(row).tolist())) for row in table])
     assert estimate.paired == Spread(pytest.approx(squares_about_means(table)), 12)
     assert estimate.unpaired == Spread(pytest.approx(((table - table.mean(1, keepdims=True)) ** 2).sum()), 16)
 
@@ -107,18 +106,19 @@ def test_where_runs_are_missing_the_residual_is_that_of_least_squares():
     values = np.array([table[cell] for cell in cells])
     fitted = design @ np.linalg.lstsq(design, values, rcond=None)[0]
     samples = [{b: math.exp(table[c, b]) for b in range(5) if (c, b) not in missing} for c in range(4)]
-    estimate = significance.noise(samples).paired
+    estimate = Pool(samples).paired
     assert estimate == Spread(pytest.approx(((values - fitted) ** 2).sum()), len(cells) - np.linalg.matrix_rank(design))
 
 
 def test_sweeps_without_a_common_block_have_the_residuals_of_each():
     sweeps = [[sample(RANDOM(seed), 4, own=f"{sweep}") for seed in (sweep, sweep + 9)] for sweep in range(3)]
-    apart = [significance.noise(sweep).paired for sweep in sweeps]
+    apart = [Pool(sweep).paired for sweep in sweeps]
     assert [one.freedom for one in apart] == [3, 3, 3]
-    together = significance.noise([one for sweep in sweeps for one in sweep]).paired
+    together = Pool([one for sweep in sweeps for one in sweep]).paired
     assert together == Spread(pytest.approx(sum(one.squares for one in apart)), 9)
-    assert significance.noise([one for one, _ in sweeps]).paired == Spread()  # no block has two runs
-    assert significance.noise([sample(RANDOM(3), 1), {}]) == Noise()
+    assert Pool([one for one, _ in sweeps]).paired == Spread()  # no block has two runs
+    single = Pool([sample(RANDOM(3), 1), {}])
+    assert (single.paired, single.unpaired) == (Spread(), Spread())
 
 
 def test_others_of_the_sweep_are_a_prior_of_the_pair():

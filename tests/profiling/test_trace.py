@@ -1,7 +1,13 @@
+"""One rank's profiled steps, as a trace has them, and sets of times."""
+
+from itertools import pairwise
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ptdbench.profiling import trace
-from ptdbench.profiling.events import CommCall
+from ptdbench.profiling.events import CommCall, intersect, length, subtract, union
 from tests.profiling.made_trace import called, event, kernel, label, launched, milliseconds, sent, step, write
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
@@ -253,3 +259,29 @@ def test_damaged_trace_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"t\.json is not a trace of torch's profiler"):
         trace.read(path)
+
+
+#: Sets of whole seconds, as intervals and as the seconds in them.
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda pair: (pair[0], sum(pair))), max_size=8
+)
+
+
+def seconds(intervals) -> set[int]:
+    return {second for start, end in intervals for second in range(start, end)}
+
+
+@given(INTERVALS)
+def test_union_is_disjoint_and_sorted(some):
+    found = union(some)
+    assert seconds(found) == seconds(some)
+    assert length(found) == len(seconds(some))
+    assert all(before[1] < after[0] for before, after in pairwise(found))
+
+
+@given(INTERVALS, INTERVALS)
+def test_intersection_and_difference_are_those_of_sets(some, others):
+    some, others = union(some), union(others)
+    assert seconds(intersect(some, others)) == seconds(some) & seconds(others)
+    assert seconds(subtract(some, others)) == seconds(some) - seconds(others)
+    assert length(intersect(some, others)) + length(subtract(some, others)) == length(some)

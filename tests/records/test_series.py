@@ -89,9 +89,7 @@ def test_a_block_that_cannot_be_written_leaves_the_file_as_it_was(path, monkeypa
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(st.binary(max_size=400), st.integers(0, 2000), st.sampled_from(["overwritten", "cut", "alone"]))
 def test_whatever_stands_in_the_file_is_read_without_an_exception(path, noise, place, how):
-    path.unlink(missing_ok=True)
-    for block in (rows(0, 2), rows(2, 5)):
-        series.append(path, block)
+    series.write(path, [rows(0, 2), rows(2, 5)])
     content = path.read_bytes()
     place %= len(content)
     changed = {

@@ -87,7 +87,7 @@ def test_damage_is_one_line(tmp_path, text, wrong):
 def test_a_record_as_it_is_written_is_not_damaged():
     """Nor its figures, of enough steps that each is known."""
     msgspec.convert(WHOLE | {"something": "of a later version"}, schema.Record)
-    measured = replace(MEASURED, step_seconds=[0.5 + step % 7 for step in range(60)])
+    measured = replace(MEASURED, seconds=[0.5 + step % 7 for step in range(60)])
     figures = metrics(measured)
     assert figures.step_seconds.ci95
     msgspec.convert(WHOLE | {"metrics": strict(figures)}, schema.Record)

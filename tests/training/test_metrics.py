@@ -11,10 +11,10 @@ from ptdbench.setup.training_spec import Flops
 from ptdbench.training import metrics as train_metrics
 from ptdbench.training.metrics import Measurement, metrics
 
-# Two ranks, the first step slow; the others take 2.0 s in all.
+# Two ranks, whose steps take 2.0 s in all.
 MEASURED = Measurement(
-    step_seconds=[9.0, 0.5, 0.25, 0.25, 1.0], samples_per_step=16, tokens_per_sample=128, flops=Flops(3e12),
-    world_size=2, device_name="NVIDIA A100-SXM4-80GB", dtype="bf16", warmup_steps=1,
+    seconds=[0.5, 0.25, 0.25, 1.0], samples_per_step=16, tokens_per_sample=128, flops=Flops(3e12),
+    world_size=2, device_name="NVIDIA A100-SXM4-80GB", dtype="bf16",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def test_mfu_by_half_of_attention_of_fp8_and_of_images():
     ({"dtype": "fp64"}, "fp64"),
     ({"flops": Flops(reason="a model of one's own")}, "a model of one's own"),
     ({"flops": Flops()}, "FLOPs are unknown"),
-    ({"step_seconds": []}, "no step"),
+    ({"seconds": []}, "no step"),
 ])  # fmt: skip
 def test_mfu_is_null_with_its_reason(change, reason):
     results = figures(**change)
