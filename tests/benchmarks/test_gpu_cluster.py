@@ -1,12 +1,11 @@
 """The script for those who have several GPUs, tried on two ranks of this machine's CPU."""
 
-import os
 import subprocess
 import uuid
 
 import pytest
 
-from benchmarks.gpu_check.session import Session
+from benchmarks.gpu_check.session import Session, holders
 from benchmarks.gpu_cluster import checks, processes
 from benchmarks.gpu_cluster.checks import LAYOUTS, launchers
 from ptdbench.setup.run_spec import specify
@@ -62,11 +61,13 @@ def test_a_launcher_that_is_not_here_is_left_out(monkeypatch, capsys):
     assert shown == [("local", 8, 1), ("srun", 16, 2)]
 
 
-def test_processes_are_known_by_their_mark():
+def test_processes_are_known_by_their_mark(monkeypatch):
     mark = uuid.uuid4().hex
-    environ, pipe = {**os.environ, processes.MARK: mark}, subprocess.PIPE
-    with subprocess.Popen(["sh", "-c", "echo; read _"], env=environ, stdin=pipe, stdout=pipe) as process:
+    monkeypatch.setenv(processes.MARK, mark)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["sh", "-c", "echo; read _"], stdin=pipe, stdout=pipe) as process:
         process.stdout.readline()  # from here on it is the shell, and not yet on its way to become it
-        assert processes.here(mark) == [process.pid]
+        assert processes.here(mark) == [*holders(r"pipe:.*")] == [process.pid]
+        assert holders() == {}
         process.kill()
     assert processes.here(mark) == []
