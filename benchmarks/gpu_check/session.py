@@ -82,9 +82,9 @@ class Session:
         directory.mkdir(parents=True)
         os.environ[MARK] = str(directory)  # others may use the device at the same time
         # In another process: one that has initialized CUDA cannot fork ranks.
-        ask = "import json; from ptdbench.measure.hardware import environment as ask"
-        ask += f"; print(json.dumps(ask({device!r})))"
-        environment = subprocess.run([sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE, text=True).stdout
+        code = "import json; from ptdbench.measure import hardware"
+        code += f"; print(json.dumps(hardware.environment({device!r})))"
+        environment = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
         return cls(device, json.loads(environment), directory)
 
     @property

@@ -53,11 +53,11 @@ def test_all_layouts_are_legal_on_any_number_of_gpus(ranks):
 def test_a_launcher_that_is_not_here_is_left_out(monkeypatch, capsys):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(checks.shutil, "which", lambda _: "/usr/bin/srun")
-    assert [one.name for one in launchers(["local", "srun"], 2)] == ["local"]
+    assert [launcher.name for launcher in launchers(["local", "srun"], 2)] == ["local"]
     assert "srun" in capsys.readouterr().out
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    shown = [(one.name, one.ranks, one.nodes) for one in launchers(["local", "srun"], 8)]
+    shown = [(launcher.name, launcher.ranks, launcher.nodes) for launcher in launchers(["local", "srun"], 8)]
     assert shown == [("local", 8, 1), ("srun", 16, 2)]
 
 

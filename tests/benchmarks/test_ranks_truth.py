@@ -24,10 +24,10 @@ def test_errors_have_the_deviation_that_is_said(name):
 
 def test_made_runs_differ_by_layout_and_drift():
     samples = sweep(RANDOM(1), LAYOUTS, 400, none)
-    found = variation.noise(samples)
-    assert found.unpaired.deviation == pytest.approx(DRIFT, rel=0.2)
+    noise = variation.noise(samples)
+    assert noise.unpaired.deviation == pytest.approx(DRIFT, rel=0.2)
     # neighbours of a block are a run apart, or two
-    assert found.paired.deviation == pytest.approx(DRIFT * math.sqrt(1 - math.exp(-4 / 3 / MEMORY)), rel=0.1)
+    assert noise.paired.deviation == pytest.approx(DRIFT * math.sqrt(1 - math.exp(-4 / 3 / MEMORY)), rel=0.1)
     means = [variation.geometric_mean(sample) for sample in samples]
     assert [mean / means[0] for mean in means] == pytest.approx(LAYOUTS, rel=0.01)
 

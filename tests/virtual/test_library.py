@@ -22,8 +22,8 @@ def test_other_builds_of_torch_are_refused(monkeypatch, tmp_path, version, hip, 
     text = f"__version__ = '{version}'\ncuda: Optional[str] = None\nhip: Optional[str] = {hip}\n"
     (tmp_path / "version.py").write_text(text)
     monkeypatch.setattr(library, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    told = f"torch={version}: a virtual GPU runs torch's build for CUDA, and this one is for {kind}"
-    assert refusal_of(library.build) == told
+    text = f"torch={version}: a virtual GPU runs torch's build for CUDA, and this one is for {kind}"
+    assert refusal_of(library.build) == text
 
 
 def test_missing_torch_is_refused(monkeypatch):
@@ -59,10 +59,10 @@ def test_unwritable_folder_is_named(monkeypatch, tmp_path):
 
 
 def test_library_defines_every_call_of_torch(start: Start):
-    found = library._installed()
+    installed = library._installed()
     folder = library.build()
     assert library.build() == folder
-    assert library.wanted(found) <= elf.defined(folder / "libptdbench_virtual.so")
+    assert library.wanted(installed) <= elf.defined(folder / "libptdbench_virtual.so")
     stubs = (folder / "stubs.c").read_text()
     assert 'cublasDtrsm_v2(void) { return unanswered("cublasDtrsm_v2", 15); }' in stubs
     assert 'cudaGraphNodeGetDependencies(void) { return unanswered("cudaGraphNodeGetDependencies", 801); }' in stubs
@@ -83,9 +83,9 @@ def test_environment_preloads_the_library_first(start: Start, monkeypatch):
     variables = library.environment(DEVICE, 3, alone=True)
     assert variables["LD_PRELOAD"] == f"{folder}/libptdbench_virtual.so:libother.so"
     assert variables["LD_LIBRARY_PATH"] == f"{folder}:/somewhere"
-    own = {name.removeprefix("PTDBENCH_VIRTUAL_"): value for name, value in variables.items()}
-    assert (own["COUNT"], own["ALONE"]) == ("3", "1")
-    assert own["COMPUTED"].split(",") == ["fill", "cast", "strided", "compare", "add", "sum", "all", "max", "nonzero"]
+    texts = {name.removeprefix("PTDBENCH_VIRTUAL_"): value for name, value in variables.items()}
+    assert (texts["COUNT"], texts["ALONE"]) == ("3", "1")
+    assert texts["COMPUTED"].split(",") == ["fill", "cast", "strided", "compare", "add", "sum", "all", "max", "nonzero"]
 
 
 def test_program_without_gpu_runs_unchanged(start: Start):
