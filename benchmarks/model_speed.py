@@ -12,7 +12,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -22,6 +21,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
+from benchmarks.ratio import by_turns
 from benchmarks.script import keep, options, read
 from ptdbench.measure.memory import peak_bytes, release
 from ptdbench.measure.timing import median_interval
@@ -99,15 +99,8 @@ def _shown(mode: str, figures: dict[str, Any]) -> str:
 
 def _times(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     steps = {side: stepper(side, args, mode) for side in ("ours", "theirs")}
-    seconds: dict[str, list[float]] = {side: [] for side in steps}
-    for turn in range(args.warmup + args.steps):
-        for side in steps if turn % 2 else reversed(steps):
-            started = time.perf_counter()
-            steps[side]()
-            if args.device == "cuda":
-                torch.cuda.synchronize()
-            seconds[side].append(time.perf_counter() - started)
-    ours, theirs = (times[args.warmup :] for times in seconds.values())
+    turns = by_turns(steps, args.warmup + args.steps, torch.device(args.device))
+    ours, theirs = ([seconds for seconds, _ in of_side[args.warmup :]] for of_side in turns.values())
     ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
     medians = {"ours": median(ours), "theirs": median(theirs), "ratio": median(ratios)}
     return {**medians, "interval": median_interval(ratios), "pairs": len(ratios)}

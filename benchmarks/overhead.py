@@ -8,18 +8,15 @@ interval ends below 1.01.
 """
 
 import statistics
-import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import permutations
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.rank import on_ranks
-from benchmarks.ratio import paired_ratio
+from benchmarks.ratio import by_turns, paired_ratio
 from benchmarks.script import judged, keep, options, read
 from ptdbench.job import Job
 from ptdbench.kernels.copies import Copies
@@ -37,8 +34,8 @@ LIMIT = 1.01
 #: The product, and twice what one would write by hand: its ratio to itself shows what this machine can resolve.
 SIDES = ("product", "bare", "again")
 
-#: Every order of the three sides, so that each is equally often the first.
-ORDERS = list(permutations(SIDES))
+#: The first turns are not timed: one of each order of the sides.
+WARMUP = 6
 
 #: Does the next step and returns its loss on this rank.
 Step = Callable[[], Tensor]
@@ -59,7 +56,7 @@ def main() -> int:
     )
     run = read(
         f"model={args.model}", f"parallel={args.parallel}", f"precision={args.precision}",
-        f"train.global_batch={args.batch}", f"train.steps={args.pairs + len(ORDERS)}", "train.max_minutes=null",
+        f"train.global_batch={args.batch}", f"train.steps={args.pairs + WARMUP}", "train.max_minutes=null",
         f"cluster.cpus_per_rank={args.threads}",
     )  # fmt: skip
     ranks, seconds = on_ranks(run, _take_turns)
@@ -82,21 +79,13 @@ def _take_turns(job: Job) -> tuple[int, dict[str, list[float]]]:
     Raises:
         AssertionError: The sides' losses differ, so that they do not do the same work.
     """
-    losses: dict[str, list[Tensor]] = defaultdict(list)
-    seconds: dict[str, list[float]] = defaultdict(list)
-    warmup = len(ORDERS)
     with Display(Heading("overhead") if job.world.is_first else None, stays=False) as display:
         steps = {"product": _product(replace(job, display=display)), "bare": _bare(job), "again": _bare(job)}
-        for turn in range(job.spec.config.train.steps):
-            for side in ORDERS[turn % len(ORDERS)]:
-                started = time.perf_counter()
-                losses[side].append(steps[side]())
-                if job.device.type == "cuda":
-                    torch.cuda.synchronize(job.device)
-                seconds[side].append(time.perf_counter() - started)
-        gathered = gather({side: of_turns[warmup:] for side, of_turns in seconds.items()})
+        turns = by_turns(steps, job.spec.config.train.steps, job.device)
+        gathered = gather({side: [seconds for seconds, _ in turns[side][WARMUP:]] for side in SIDES})
     for side in SIDES:
-        first, bare = (torch.stack(losses[name][:warmup]).float() for name in (side, "bare"))  # rounding grows later on
+        losses = ([loss for _, loss in turns[name][:WARMUP]] for name in (side, "bare"))  # rounding grows later on
+        first, bare = (torch.stack(of_side).float() for of_side in losses)
         torch.testing.assert_close(first, bare, rtol=1e-3, atol=0)
     slowest = {side: [max(times) for times in zip(*(rank[side] for rank in gathered), strict=True)] for side in SIDES}
     return job.world.size, slowest

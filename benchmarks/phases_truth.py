@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import _create_work_from_future
 
 from benchmarks.cells import Matrix, refusal
 from benchmarks.rank import on_ranks
-from benchmarks.ratio import paired_ratio
+from benchmarks.ratio import by_turns, paired_ratio
 from benchmarks.script import keep, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
@@ -40,6 +40,9 @@ OPERATIONS = (
     "allreduce_", "_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "_reduce_scatter_base_",
     "reduce_scatter_tensor_coalesced_", "alltoall_base_", "broadcast_", "send", "recv_",
 )  # fmt: skip
+
+#: The first pairs of steps, which allocate.
+WARMUP = 3
 
 #: The phases in which a rank waits for others.
 WAITS = ("communication", "stragglers", "bubble")
@@ -85,12 +88,10 @@ def _passes(name: str, figures: Mapping[str, Any]) -> bool:
 def _in_rank(job: Job, pairs: int) -> dict[str, Any]:
     """Return the phases, and for both kinds of steps the seconds and CPU seconds of each, the mean over ranks."""
     torch.set_num_threads(1)
-    loop, times = assemble(job), dict[str, list[tuple[float, float]]](step=[], free=[])
-    for number in range(pairs + 3):
-        for kind in ("free", "step") if number % 2 else ("step", "free"):
-            seconds = _timed(loop, is_free=kind == "free")
-            if number >= 3:  # the first ones allocate
-                times[kind].append(seconds)
+    loop = assemble(job)
+    sides = {"step": partial(_timed, loop, False), "free": partial(_timed, loop, True)}
+    turns = by_turns(sides, pairs + WARMUP, job.device)
+    times = {kind: [seconds for _, seconds in of_kind[WARMUP:]] for kind, of_kind in turns.items()}
     mean = Metrics(step_seconds=StepSeconds(mean=float(np.mean([seconds for seconds, _ in times["step"]]))))
     phases, of_ranks = profile.phases(job, loop, mean, None), gather(times)
     return {

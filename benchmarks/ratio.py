@@ -1,9 +1,30 @@
-"""How many times longer one thing takes than another, with its interval."""
+"""How many times longer one thing takes than another, with its interval, where they take turns."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
+from typing import TypeVar
 
 import numpy as np
+import torch
+
+T = TypeVar("T")
+
+
+def by_turns(
+    sides: Mapping[str, Callable[[], T]], turns: int, device: torch.device
+) -> dict[str, list[tuple[float, T]]]:
+    """Time each side once in every turn, in every order; return seconds until the device has ended, and its results."""
+    orders, steps = [*permutations(sides)], {side: list[tuple[float, T]]() for side in sides}
+    for turn in range(turns):
+        for side in orders[turn % len(orders)]:
+            started = time.perf_counter()
+            result = sides[side]()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            steps[side].append((time.perf_counter() - started, result))
+    return steps
 
 
 @dataclass(frozen=True)

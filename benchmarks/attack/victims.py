@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-#: The variable that marks a victim's processes: /proc shows the variables that a program began with, also of forks.
+#: The variable that marks the processes of a command: /proc shows those that a program began with, also of forks.
 MARK = "PTDBENCH_ATTACK"
 
 #: Set when the attack is to end: from then on no command is started.

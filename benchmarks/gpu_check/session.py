@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 from filelock import FileLock
 
+from benchmarks.attack.victims import MARK, left
 from benchmarks.script import TORCHRUN, TORCHRUN_THREADS, TRAIN, seconds_of, trained
 from benchmarks.tables import drawn
 from ptdbench.files import write_json
@@ -38,9 +38,6 @@ LEAST_CHANGE = 0.05
 
 #: Timeout of a run, and the time that the driver may take to release a process that has ended, in seconds.
 PATIENCE, RELEASE_SECONDS = 1200.0, 5.0
-
-#: The variable that marks the processes of a session: others may use the device at the same time.
-MARK = "PTDBENCH_GPU_CHECK"
 
 Record = dict[str, Any]
 
@@ -83,11 +80,11 @@ class Session:
         """Begin with a new folder for records."""
         directory = outputs.resolve() / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_gpu-check-{os.getpid()}"
         directory.mkdir(parents=True)
-        os.environ[MARK] = str(directory)
+        os.environ[MARK] = str(directory)  # others may use the device at the same time
         # In another process: one that has initialized CUDA cannot fork ranks.
-        ask = "import json; from ptdbench.measure.hardware import environment as ask"
-        ask += f"; print(json.dumps(ask({device!r})))"
-        environment = subprocess.run([sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE, text=True).stdout
+        code = "import json; from ptdbench.measure import hardware"
+        code += f"; print(json.dumps(hardware.environment({device!r})))"
+        environment = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
         return cls(device, json.loads(environment), directory)
 
     @property
@@ -148,8 +145,8 @@ class Session:
         typed = without_repeats(f"device={self.device}", "cluster.ranks_per_node=1", *overrides)
         directory, before = self.directory / re.sub(r"[^\w=.-]+", "-", name), holders()
         record = trained(directory, *typed, launcher=self.launcher, fails=True, timeout=PATIENCE)
-        if left := wait_until_released(before):
-            self.report(f"{name}: processes", False, f"still on the device: {'; '.join(left)}")
+        if there := wait_until_released(before):
+            self.report(f"{name}: processes", False, f"still on the device: {'; '.join(there)}")
         if record["status"] == "ok":
             record["losses"] = load(directory).series("losses").tolist()  # type: ignore[union-attr]
         return {**record, "directory": str(directory)}
@@ -249,23 +246,21 @@ def difference(number: float, expected: float) -> float:
 def holders(device_file: str = r"/dev/(nvidia\d+|kfd)") -> dict[int, str]:
     """Return the processes of this session that have a device's file open, by their id, from /proc."""
     processes = {}
-    for process in psutil.process_iter():
-        folder = Path(f"/proc/{process.pid}/fd")
-        with suppress(OSError, psutil.Error):
-            is_open = any(re.fullmatch(device_file, os.readlink(link)) for link in folder.iterdir())
-            if is_open and process.environ().get(MARK) == os.environ.get(MARK):
-                processes[process.pid] = f"{process.pid} {' '.join(process.cmdline())[:80]}"
+    for process in left(os.environ.get(MARK, "")):
+        with suppress(OSError):  # of one that has ended meanwhile
+            if any(re.fullmatch(device_file, os.readlink(link)) for link in Path(f"/proc/{process.pid}/fd").iterdir()):
+                processes[process.pid] = f"{process.pid} {process.command[:80]}"
     return processes
 
 
 def wait_until_released(before: Iterable[int]) -> list[str]:
     """Return the processes that still hold the device and did not ``before``."""
     until = time.monotonic() + RELEASE_SECONDS
-    while left := [process for pid, process in holders().items() if pid not in before]:
+    while there := [process for pid, process in holders().items() if pid not in before]:
         if time.monotonic() > until:
             break
         time.sleep(0.1)
-    return left
+    return there
 
 
 def on_record(folder: Path) -> str:

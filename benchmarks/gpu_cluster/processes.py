@@ -13,8 +13,7 @@ from benchmarks.script import ROOT
 
 def environ(mark: str) -> dict[str, str]:
     """Return the variables of a command whose processes have this mark."""
-    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), MARK: mark}
+    return {**os.environ, MARK: mark}
 
 
 def seconds_until_gone(begun: Path, mark: str, nodes: int, process: subprocess.Popen[bytes], patience: float) -> float:

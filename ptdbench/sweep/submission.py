@@ -124,7 +124,7 @@ class Array:
         """Return the script; ``options`` are the launcher's own, those of :data:`LAUNCHER_OPTIONS`."""
         count, cluster = len(self.jobs), self.cluster
         chosen = {name: value for name, value in options.items() if value is not None}
-        parallel, delay = (int(chosen.get(name, default)) for name, default in\ LAUNCHER_OPTIONS.items())
+        parallel, delay = (int(chosen.get(name, default)) for name, default in LAUNCHER_OPTIONS.items())
         flags: dict[str, str | int] = {"output": self._by_pattern(self.staging / ledger.LOG_OF_SLURM)}
         flags |= {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
         if count > 1:

@@ -28,29 +28,29 @@ def setting(tmp_path: Path, environ: dict[str, str]) -> Iterator[Setting]:
     victims.sweep_away(session)
 
 
-def fought(setting: Setting, moment: str, role: str, known: Reference, resumes: bool) -> Round:
+def fought(setting: Setting, moment: str, role: str, reference: Reference, resumes: bool) -> Round:
     """A round against the checkpointing run in which all processes of a role are killed."""
     scenario = replace(CHECKPOINTS, resumes=resumes)
     for attempt in range(5):  # as in an attack: one that has ended before its moment was not attacked
-        one = Round(setting, f"{moment}-{attempt}", scenario, known, moment)
-        victim = setting.start(scenario.command(setting.tree, "outputs/named"), one.folder)
+        attack = Round(setting, f"{moment}-{attempt}", scenario, reference, moment)
+        victim = setting.start(scenario.command(setting.tree, "outputs/named"), attack.folder)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(victims, "choose", lambda family, _: [process for process in family if process.role == role])
-            before = one.strike(victim, random.Random(attempt))
-        if one.killed:
+            before = attack.strike(victim, random.Random(attempt))
+        if attack.killed:
             break
-    one.judge(victim, before)
-    assert {process.role for process in one.killed} == {role}
-    return one
+    attack.judge(victim, before)
+    assert {process.role for process in attack.killed} == {role}
+    return attack
 
 
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_kills_at_the_birth_of_the_ranks_and_during_a_save_lose_nothing(setting):
-    known = rounds.reference(setting, CHECKPOINTS)
-    assert len(known.losses[""]) == 60
-    assert fought(setting, "birth", "train.py", known, resumes=False).faults == []
-    assert fought(setting, "save", "fork server", known, resumes=True).faults == []
+    reference = rounds.reference(setting, CHECKPOINTS)
+    assert len(reference.losses[""]) == 60
+    assert fought(setting, "birth", "train.py", reference, resumes=False).faults == []
+    assert fought(setting, "save", "fork server", reference, resumes=True).faults == []
 
 
 def made_up(setting: Setting, tmp_path: Path, script: str, *, runs: int = 0, left: float = rounds.LEFT) -> Round:
@@ -59,23 +59,23 @@ def made_up(setting: Setting, tmp_path: Path, script: str, *, runs: int = 0, lef
     (tmp_path / "tree" / "train.py").write_text(textwrap.dedent(script))
     setting = Setting(tmp_path / "tree", setting.base, setting.environ, setting.session, setting.seed)
     scenario = Scenario("made up", (), ("start",), runs=runs)
-    one = Round(setting, "made-up", scenario, Reference(0.0, 1.0, {"": [1.0]}), "start")
-    victim = setting.start(scenario.command(setting.tree), one.folder)
+    attack = Round(setting, "made-up", scenario, Reference(0.0, 1.0, {"": [1.0]}), "start")
+    victim = setting.start(scenario.command(setting.tree), attack.folder)
     assert victim.awaits(lambda: "ready" in victim.log.read_text())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "LEFT", left)
         patch.setattr(victims, "choose", lambda family, _: family[:1])
-        one.judge(victim, one.strike(victim, random.Random(0)))
-    assert [process.role for process in one.killed] == ["train.py"]
-    return one
+        attack.judge(victim, attack.strike(victim, random.Random(0)))
+    assert [process.role for process in attack.killed] == ["train.py"]
+    return attack
 
 
-def kinds(one: Round) -> list[str]:
-    return [kind for kind, _ in one.faults]
+def kinds(attack: Round) -> list[str]:
+    return [kind for kind, _ in attack.faults]
 
 
 def test_a_process_that_is_left_and_a_directory_without_a_record(setting, tmp_path):
-    one = made_up(
+    attack = made_up(
         setting,
         tmp_path,
         """
@@ -87,12 +87,12 @@ def test_a_process_that_is_left_and_a_directory_without_a_record(setting, tmp_pa
         """,
         left=0.5,  # there is something that never goes
     )
-    assert kinds(one) == ["left", "record"]
+    assert kinds(attack) == ["left", "record"]
     until(lambda: not victims.left(setting.session))  # and it has been killed
 
 
 def test_a_finished_run_that_changes_and_files_that_are_torn(setting, tmp_path):
-    one = made_up(
+    attack = made_up(
         setting,
         tmp_path,
         """
@@ -110,4 +110,4 @@ def test_a_finished_run_that_changes_and_files_that_are_torn(setting, tmp_path):
         (run / "record.json").write_text(json.dumps({"status": "ok", "config": {}, "losses": [2.0], "steps": 2}))
         """,
     )
-    assert kinds(one) == ["torn", "lost", "unequal"]
+    assert kinds(attack) == ["torn", "lost", "unequal"]

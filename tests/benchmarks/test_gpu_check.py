@@ -163,8 +163,8 @@ def test_parts_beside_each_other_say_which_failed(monkeypatch: pytest.MonkeyPatc
         return subprocess.CompletedProcess(command, int(command[-1] == "narrow"), f"{command[-1]} done\n")
 
     monkeypatch.setattr(main.subprocess, "run", run)
-    given = Namespace(device="cuda", outputs=Path("outputs"), results=None)
-    assert main.each(["numbers", "narrow"], given, jobs=2) == ["narrow"]
+    args = Namespace(device="cuda", outputs=Path("outputs"), results=None)
+    assert main.each(["numbers", "narrow"], args, jobs=2) == ["narrow"]
     assert capsys.readouterr().out == "numbers done\nnarrow done\n"
 
 
@@ -175,7 +175,7 @@ def profiled(other: float = 0.001, weights: int = 51, activations: int = 40, unk
     return {**trained(peak=100), "phases": phases, "memory": {"ranks": kinds}}
 
 
-@pytest.mark.parametrize(("record", "passed", "said"), [
+@pytest.mark.parametrize(("record", "passed", "text"), [
     (profiled(0.004), [True, True], ""), (profiled(0.006), [False, True], ""),
     (profiled(0.004, weights=48, unknown=12), [True, False], ""),
     (profiled(weights=31, unknown=4), [True, False], ""), (profiled(activations=0, weights=60), [True, False], ""),
@@ -183,8 +183,8 @@ def profiled(other: float = 0.001, weights: int = 51, activations: int = 40, unk
     ({**trained(), "phases": {"steps": 0, "reason": "no trace"}}, [False], "no trace"),
     (failed(), [False], "failed"),
 ])  # fmt: skip
-def test_what_is_not_explained_of_a_step_is_limited(record: dict[str, Any], passed: list[bool], said: str) -> None:
+def test_what_is_not_explained_of_a_step_is_limited(record: dict[str, Any], passed: list[bool], text: str) -> None:
     of = Scripted(*[record] * len(parts.LAYOUTS))
     parts.explained(of)
     assert [check["passed"] for check in of.checks] == passed * len(parts.LAYOUTS)
-    assert said in of.checks[0]["said"]
+    assert text in of.checks[0]["said"]

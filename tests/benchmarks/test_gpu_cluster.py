@@ -1,12 +1,11 @@
 """The script for those who have several GPUs, tried on two ranks of this machine's CPU."""
 
-import os
 import subprocess
 import uuid
 
 import pytest
 
-from benchmarks.gpu_check.session import Session
+from benchmarks.gpu_check.session import Session, holders
 from benchmarks.gpu_cluster import checks, processes
 from benchmarks.gpu_cluster.checks import LAYOUTS, launchers
 from ptdbench.setup.run_spec import specify
@@ -54,19 +53,21 @@ def test_all_layouts_are_legal_on_any_number_of_gpus(ranks):
 def test_a_launcher_that_is_not_here_is_left_out(monkeypatch, capsys):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(checks.shutil, "which", lambda _: "/usr/bin/srun")
-    assert [one.name for one in launchers(["local", "srun"], 2)] == ["local"]
+    assert [launcher.name for launcher in launchers(["local", "srun"], 2)] == ["local"]
     assert "srun" in capsys.readouterr().out
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    shown = [(one.name, one.ranks, one.nodes) for one in launchers(["local", "srun"], 8)]
+    shown = [(launcher.name, launcher.ranks, launcher.nodes) for launcher in launchers(["local", "srun"], 8)]
     assert shown == [("local", 8, 1), ("srun", 16, 2)]
 
 
-def test_processes_are_known_by_their_mark():
+def test_processes_are_known_by_their_mark(monkeypatch):
     mark = uuid.uuid4().hex
-    environ, pipe = {**os.environ, processes.MARK: mark}, subprocess.PIPE
-    with subprocess.Popen(["sh", "-c", "echo; read _"], env=environ, stdin=pipe, stdout=pipe) as process:
+    monkeypatch.setenv(processes.MARK, mark)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["sh", "-c", "echo; read _"], stdin=pipe, stdout=pipe) as process:
         process.stdout.readline()  # from here on it is the shell, and not yet on its way to become it
-        assert processes.here(mark) == [process.pid]
+        assert processes.here(mark) == [*holders(r"pipe:.*")] == [process.pid]
+        assert holders() == {}
         process.kill()
     assert processes.here(mark) == []

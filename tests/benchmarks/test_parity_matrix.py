@@ -13,7 +13,7 @@ from tests.parallel.splitting import REFUSED
 LEARNT = [5.0, 4.5, 4.0]
 
 
-@pytest.mark.parametrize(("losses", "reference", "most", "said"), [
+@pytest.mark.parametrize(("losses", "reference", "most", "verdict"), [
     (LEARNT, LEARNT, 1e-5, "ok 0e+00"),
     ([5.0, 4.5, 4.00002], LEARNT, 1e-5, "ok 5e-06"),
     ([5.0, 4.5, 4.0002], LEARNT, 1e-5, "wrong: off by 5e-05"),
@@ -23,8 +23,8 @@ LEARNT = [5.0, 4.5, 4.0]
     (matrix.DEATH, LEARNT, 1e-5, "wrong: a rank has died"),
     ([5.0, 5.0], [5.0, 5.0], 1e-5, "wrong: the reference does not learn, and equal losses prove nothing"),
 ])  # fmt: skip
-def test_a_cell_is_told_by_its_losses(losses, reference, most, said):
-    assert matrix.verdict(losses, reference, most) == said
+def test_a_cell_is_told_by_its_losses(losses, reference, most, verdict):
+    assert matrix.verdict(losses, reference, most) == verdict
 
 
 def test_of_experts_the_norms_count_too():
@@ -42,7 +42,7 @@ def test_what_is_refused_is_not_run_and_each_stored_reason_is_still_given():
     assert without == set(REFUSED)  # by this torch, whatever the lever
     stored = json.loads((ROOT / matrix.LAYOUTS.result).read_text())["cells"]
     rows = {row: of_row for row, of_row in stored.items() if row not in without}
-    places = {said: (row, lever) for row, of_row in rows.items() for lever, said in of_row.items()}  # one for each
-    refused = {said: place for said, place in places.items() if said.startswith("refused: ")}
+    places = {text: (row, lever) for row, of_row in rows.items() for lever, text in of_row.items()}  # one for each
+    refused = {text: place for text, place in places.items() if text.startswith("refused: ")}
     assert len(refused) >= 5
     assert [refusal(*place) for place in refused.values()] == [*refused]

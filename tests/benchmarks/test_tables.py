@@ -47,17 +47,17 @@ def test_a_table_replaces_the_one_between_its_comments():
 def test_every_cell_of_the_matrix_of_layouts_is_right_or_refused():
     cells = json.loads((ROOT / LAYOUTS.result).read_text())["cells"]
     assert [*cells] == [*LAYOUTS.rows]
-    said = [text for row in cells.values() for text in row.values()]
-    assert len(said) == len(LAYOUTS.rows) * len(LAYOUTS.columns)
-    assert sum(text.startswith("ok ") for text in said) >= 60
-    assert not [text for text in said if not text.startswith(("ok ", "refused: ", "no effect"))]
+    verdicts = [text for row in cells.values() for text in row.values()]
+    assert len(verdicts) == len(LAYOUTS.rows) * len(LAYOUTS.columns)
+    assert sum(text.startswith("ok ") for text in verdicts) >= 60
+    assert not [text for text in verdicts if not text.startswith(("ok ", "refused: ", "no effect"))]
 
 
 def test_every_public_architecture_is_equal_or_refused():
     cells = json.loads((ROOT / ZOO.result).read_text())["cells"]
     assert {*cells} == {*ZOO.rows}
-    said = [text for row in cells.values() for text in row.values()]
-    assert not [text for text in said if not text.startswith(("ok ", "refused: "))]
+    verdicts = [text for row in cells.values() for text in row.values()]
+    assert not [text for text in verdicts if not text.startswith(("ok ", "refused: "))]
     equal = {column: sum(row[column].startswith("ok ") for row in cells.values()) for column in ZOO.columns}
     assert equal["pdp"] >= 36
     assert equal["tp"] >= 24

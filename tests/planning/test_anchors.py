@@ -78,7 +78,7 @@ def test_cached_runs_of_the_same_device_torch_and_power_limit_are_anchors(cache,
 ])  # fmt: skip
 def test_levels_and_their_spread_are_those_of_logarithms(changes, levels, level, deviation, doubt):
     anchor = Anchor(MEASURED | changes, PLAN)
-    step = anchors.applied(FIELDS, PLAN, [(anchor, one) for one in levels])["predicted"]
+    step = anchors.applied(FIELDS, PLAN, [(anchor, figure) for figure in levels])["predicted"]
     assert step["step_seconds"] == pytest.approx(0.1 * level) == step["parts"]["products"]
     assert (step["samples_per_second"], step["mfu"]) == pytest.approx((110 / level, 0.5 / level))
     assert step["high"] / step["step_seconds"] == pytest.approx(math.exp(1.96 * deviation))

@@ -30,7 +30,7 @@ def test_the_largest_that_fits_is_found_and_was_tried(room: int, tells: bool) ->
     search = searched(room, need, tells=tells)
     fitting = [size for size in POWERS if need(size) <= room]
     assert search.best == (fitting[-1] if fitting else None)
-    assert {one.micro_batch for one in search.tries} >= {*fitting[-1:]}
+    assert {attempt.micro_batch for attempt in search.tries} >= {*fitting[-1:]}
     assert len(search.tries) <= 4
 
 
@@ -43,7 +43,7 @@ def test_needs_that_are_no_line_cost_more_tries_and_give_the_same_answer(room: i
     candidates = [1, 2, 3, 4, 6, 8, 12, 16, 24, 48, 96, 192]
     search = searched(room, need, candidates, tells=tells)
     assert search.best == max((size for size in candidates if need(size) <= room), default=None)
-    assert len({one.micro_batch for one in search.tries}) == len(search.tries)
+    assert len({attempt.micro_batch for attempt in search.tries}) == len(search.tries)
 
 
 #: GB that a rank of gpt_small under FSDP needs: from 16 on each sample needs less, as pieces of the logits are full.
@@ -60,7 +60,7 @@ def test_on_gpus_of_ten_sizes_the_first_proposal_is_right_on_nine() -> None:
             points=(8, 32),
         )
         assert search.largest() == max((m for m in CONCAVE if 1e9 * CONCAVE[m] <= search.room), default=None)
-        tried = [one.micro_batch for one in search.tries]
+        tried = [attempt.micro_batch for attempt in search.tries]
         points = [m for m in tried if m in (1, 8, 32)]
         right += search.best is None or search.best in {*points, *tried[len(points) :][:1]}
     assert right >= 9
@@ -68,11 +68,11 @@ def test_on_gpus_of_ten_sizes_the_first_proposal_is_right_on_nine() -> None:
 
 def test_a_search_without_tries_left_keeps_the_largest_and_no_line_is_trusted_beyond_its_stride() -> None:
     search = searched(1000, lambda size: 10 + size, list(range(1, 2000)), tells=False, most=3)
-    assert [one.micro_batch for one in search.tries] == [1, 8, 990]
+    assert [attempt.micro_batch for attempt in search.tries] == [1, 8, 990]
     assert search.best == 990
     search = Search(POWERS, 10**6, lambda size: Try(size, "ok", 10, True), stride=16)
     assert search.largest() == 2048
-    assert [one.micro_batch for one in search.tries] == [1, 8, 128, 2048]
+    assert [attempt.micro_batch for attempt in search.tries] == [1, 8, 128, 2048]
 
 
 @pytest.mark.parametrize(("room", "expected"), [(20, None), (27, 8), (33, 8), (40, 8)])
@@ -105,5 +105,5 @@ def test_one_that_nearly_fits_says_nothing_of_the_next_unless_needs_are_measured
 def test_the_next_larger_one_is_tried_unless_it_is_far_too_large() -> None:
     close = searched(1000, lambda size: 9 * size, [10, 80, 111, 112])
     far = searched(1000, lambda size: 9 * size, [10, 80, 111, 222])
-    assert [one.micro_batch for one in close.tries] == [10, 80, 111, 112]
-    assert [one.micro_batch for one in far.tries] == [10, 80, 111]
+    assert [attempt.micro_batch for attempt in close.tries] == [10, 80, 111, 112]
+    assert [attempt.micro_batch for attempt in far.tries] == [10, 80, 111]

@@ -30,12 +30,12 @@ def test_a_batch_that_is_free_grows_with_the_micro_batch(schedule: str) -> None:
 def test_two_passes_stand_for_more_whose_samples_are_all_there() -> None:
     made = training("parallel=fsdp", "train.global_batch=24")
     shorter = [stand_in(made, layout) for layout in layouts(made).values()]
-    assert [(one.global_batch, one.accumulation) for one in shorter] == [
+    assert [(layout.global_batch, layout.accumulation) for layout in shorter] == [
         (4, 2), (8, 2), (12, 2), (16, 2), (24, 2), (24, 1)
     ]  # fmt: skip
     made = training("parallel=fsdp", "train.global_batch=24")
-    one = sum(of_one.nbytes for of_one in made.data.example())
-    assert [missing_sample_bytes(made, layout) // one for layout in layouts(made).values()] == [10, 8, 6, 4, 0, 0]
+    size = sum(tensor.nbytes for tensor in made.data.example())
+    assert [missing_sample_bytes(made, layout) // size for layout in layouts(made).values()] == [10, 8, 6, 4, 0, 0]
 
 
 @pytest.mark.parametrize(("words", "bytes_of"), [

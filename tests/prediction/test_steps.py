@@ -75,10 +75,10 @@ def test_ranks_wait_for_each_other():
 
 
 def test_stages_wait_for_each_others_transfers():
-    def transfer(kind, own, peer, sequence):
-        of = record("TRANSFER", stream=8, operation=kind, dims=(2, own, peer), object=5 + own, bytes=2**20)
+    def transfer(kind, mine, peer, sequence):
+        of = record("TRANSFER", stream=8, operation=kind, dims=(2, mine, peer), object=5 + mine, bytes=2**20)
         of["sequence"] = sequence
-        return [of, record("MESSAGE", name=4, stream=8, object=5 + own)]
+        return [of, record("MESSAGE", name=4, stream=8, object=5 + mine)]
 
     first = [kernel(), *TO_MESSAGES, *transfer("send", 0, 1, 0), *transfer("recv", 0, 1, 0), *FROM_MESSAGES, kernel()]
     second = [*transfer("recv", 1, 0, 0), *FROM_MESSAGES, kernel(), kernel(), *TO_MESSAGES, *transfer("send", 1, 0, 0)]

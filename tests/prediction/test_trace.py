@@ -30,9 +30,9 @@ def test_phases_of_a_predicted_step_are_read_as_of_a_measured_one(tmp_path):
 
 
 def test_waiting_for_another_rank_is_no_communication():
-    def rank(busy, own):
-        of = record("MESSAGE", name=4, stream=8, operation="all_reduce", dims=(2, own), object=5, bytes=2**29)
-        return log(*[kernel()] * busy, *TO_MESSAGES, of, *FROM_MESSAGES, kernel(), rank=own, world_size=2)
+    def rank(busy, mine):
+        of = record("MESSAGE", name=4, stream=8, operation="all_reduce", dims=(2, mine), object=5, bytes=2**29)
+        return log(*[kernel()] * busy, *TO_MESSAGES, of, *FROM_MESSAGES, kernel(), rank=mine, world_size=2)
 
     step = predict([rank(4, 0), rank(1, 1)], H200)
     assert trace.phases(step).seconds["communication"] == pytest.approx(H200.message("all_reduce", 2, 2**29), rel=1e-3)

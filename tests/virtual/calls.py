@@ -84,18 +84,18 @@ def clocks() -> dict[str, Any]:
 def contexts() -> list[list[int]]:
     """On which devices this process has a context: before it uses one, then two."""
 
-    def found() -> list[int]:
+    def states() -> list[int]:
         active = [c_uint(), c_uint()]
-        for number, one in enumerate(active):
-            cuda.cuDevicePrimaryCtxGetState(number, byref(c_uint()), byref(one))
-        return [one.value for one in active]
+        for number, state in enumerate(active):
+            cuda.cuDevicePrimaryCtxGetState(number, byref(c_uint()), byref(state))
+        return [state.value for state in active]
 
     cuda.cudaGetDeviceCount(byref(c_uint()))
-    at_first = found()
+    at_first = states()
     cuda.cudaFree(c_void_p(pointer(1)[1]))
-    used = found()
+    used = states()
     cuda.cudaSetDevice(1)
-    chosen = found()
+    chosen = states()
     cuda.cudaSetDevice(0)
     return [at_first, used, chosen]
 
@@ -130,8 +130,8 @@ def addresses() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    asked = (contexts, memory, copies, clocks, names, fork, addresses)
-    answers = {ask.__name__: ask() for ask in asked}
+    questions = (contexts, memory, copies, clocks, names, fork, addresses)
+    answers = {question.__name__: question() for question in questions}
     unanswered = cuda.cudaGraphNodeGetDependencies
     answers["unanswered"] = [unanswered(None), unanswered(None), cuda.cublasDtrsm_v2(0)]
     print(json.dumps(answers))

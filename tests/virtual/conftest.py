@@ -32,8 +32,8 @@ Start = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that all workers of pytest share, so that what takes seconds is done by the first that needs it."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ def start(environ: dict[str, str], shared: Path) -> Start:
                 done = call(sys.executable, "-m", f"tests.virtual.{program}", cwd=ROOT, environ=env, timeout=120)
                 assert done.returncode == 0, done.stderr
                 kept.write_text(json.dumps({**json.loads(done.stdout.splitlines()[-1]), "errors": done.stderr}))
-        found: dict[str, Any] = json.loads(kept.read_text())
-        return found
+        answers: dict[str, Any] = json.loads(kept.read_text())
+        return answers
 
     return run

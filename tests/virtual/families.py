@@ -166,12 +166,12 @@ def logged(work: dict[str, Callable[[], object]], folder: Path) -> tuple[Log, di
 
 
 def main() -> None:
-    found: dict[str, Any] = {"calls": {}, "layers": {}}
+    answers: dict[str, Any] = {"calls": {}, "layers": {}}
     with TemporaryDirectory() as folder:
         log, of_calls = logged(calls(), Path(folder))
         for name, records in of_calls.items():
             kernels = records[records["kind"] == b"K"]
-            found["calls"][name] = [
+            answers["calls"][name] = [
                 [int(r["bytes"]), int(r["flags"]), r["dims"].tolist(), int(r["layout"])] for r in kernels
             ]
         work = layers()
@@ -185,8 +185,8 @@ def main() -> None:
             for record in records:
                 kernels[family(log.names[record["name"]])] += int(record["bytes"])
                 assert not record["flags"] & Flag.GUESSED, log.names[record["name"]]
-            found["layers"][name] = {of: [kernels[of], operators.bytes[of]] for of in FAMILIES}
-    print(json.dumps(found))
+            answers["layers"][name] = {of: [kernels[of], operators.bytes[of]] for of in FAMILIES}
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

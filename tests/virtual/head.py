@@ -58,8 +58,8 @@ def kernels_of_mlp() -> Counter[str]:
 
 
 if __name__ == "__main__":
-    found: dict[str, Any] = {"mlp": kernels_of_mlp()}
-    for name, one in LOSSES.items():
-        found[name] = counted(one)
-        found[f"{name} compiled"] = counted(torch.compile(one, fullgraph=True))
-    print(json.dumps(found))
+    answers: dict[str, Any] = {"mlp": kernels_of_mlp()}
+    for name, loss in LOSSES.items():
+        answers[name] = counted(loss)
+        answers[f"{name} compiled"] = counted(torch.compile(loss, fullgraph=True))
+    print(json.dumps(answers))

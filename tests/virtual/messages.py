@@ -53,42 +53,42 @@ class Rank:
 
 def reductions(rank: Rank) -> dict[str, list[float]]:
     """Of [1, 2, 5] and [3, 2, 1], by type and operation."""
-    found = {}
+    results = {}
     for name, (number, kind) in FORMATS.items():
         for operation, code in OPERATIONS.items():
             rank.put(kind, [3, 2, 1] if rank.rank else [1, 2, 5])
             assert rank.call("ncclAllReduce", c_size_t(3), number, code) == 0
-            found[f"{name} {operation}"] = rank.got(kind, 3)
-    return found
+            results[f"{name} {operation}"] = rank.got(kind, 3)
+    return results
 
 
 def formats(rank: Rank) -> dict[str, list[float]]:
     """The sums of 1.5 and 0.25 in formats that Python does not pack, as bits: bfloat16 and both of 8 bits."""
     bits = {"bfloat16": (9, "H", (0x3FC0, 0x3E80)), "e4m3": (10, "B", (0x3C, 0x28)), "e5m2": (11, "B", (0x3E, 0x34))}
-    found = {}
+    results = {}
     for name, (number, kind, numbers) in bits.items():
         rank.put(kind, [numbers[rank.rank]])
         assert rank.call("ncclAllReduce", c_size_t(1), number, 0) == 0
-        found[name] = rank.got(kind, 1)
-    return found
+        results[name] = rank.got(kind, 1)
+    return results
 
 
 def collectives(rank: Rank) -> dict[str, list[float]]:
     """What each collective brings rank 1; rank r sends 10 r, 10 r + 1, ..."""
     numbers = [10 * rank.rank + i for i in range(4)]
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
 
-    def asked(name: str, count: int, read: int, *arguments: int) -> None:
+    def call(name: str, count: int, read: int, *arguments: int) -> None:
         rank.put("i", numbers)
         assert rank.call(name, c_size_t(count), *arguments) == 0
-        found[name] = rank.got("i", read)
+        results[name] = rank.got("i", read)
 
-    asked("ncclAllGather", 2, 4, 2)
-    asked("ncclBroadcast", 2, 2, 2, 0)
-    asked("ncclReduceScatter", 2, 2, 2, 0)
-    asked("ncclAlltoAll", 2, 4, 2)
-    asked("ncclReduce", 2, 2, 2, 0, 1)
-    return found
+    call("ncclAllGather", 2, 4, 2)
+    call("ncclBroadcast", 2, 2, 2, 0)
+    call("ncclReduceScatter", 2, 2, 2, 0)
+    call("ncclAlltoAll", 2, 4, 2)
+    call("ncclReduce", 2, 2, 2, 0, 1)
+    return results
 
 
 def multiplied(rank: Rank) -> list[float]:
@@ -145,8 +145,8 @@ def main() -> None:
     else:
         of = Id.from_buffer_copy(os.read(reading, 128))
     rank = Rank(0 if child else 1, of)
-    asked = (reductions, formats, collectives, multiplied, transfers, large, split, mismatch)
-    answers = {ask.__name__: ask(rank) for ask in asked}
+    questions = (reductions, formats, collectives, multiplied, transfers, large, split, mismatch)
+    answers = {question.__name__: question(rank) for question in questions}
     nccl.ncclCommDestroy(rank.comm)
     if child:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -26,10 +26,10 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def device() -> dict[str, Any]:
-    found = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(0)
     return {
-        "name": found.name, "capability": torch.cuda.get_device_capability(),
-        "multiprocessors": found.multi_processor_count, "memory": found.total_memory,
+        "name": properties.name, "capability": torch.cuda.get_device_capability(),
+        "multiprocessors": properties.multi_processor_count, "memory": properties.total_memory,
         "count": torch.cuda.device_count(),
     }  # fmt: skip
 
@@ -40,12 +40,12 @@ def allocator() -> dict[str, int]:
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.mem_get_info()[0]
     held = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
-    found = {"allocated": torch.cuda.memory_allocated(), "taken": start - torch.cuda.mem_get_info()[0]}
+    figures = {"allocated": torch.cuda.memory_allocated(), "taken": start - torch.cuda.mem_get_info()[0]}
     other = torch.empty(50 * MIB, dtype=torch.uint8, device="cuda")
     del held, other
     torch.cuda.empty_cache()
-    found["peak"] = torch.cuda.max_memory_allocated()
-    return {**found, "left": start - torch.cuda.mem_get_info()[0]}
+    figures["peak"] = torch.cuda.max_memory_allocated()
+    return {**figures, "left": start - torch.cuda.mem_get_info()[0]}
 
 
 def expandable() -> dict[str, Any]:
@@ -53,11 +53,11 @@ def expandable() -> dict[str, Any]:
     start = torch.cuda.mem_get_info()[0]
     held = [torch.empty(30 * MIB, dtype=torch.uint8, device="cuda") for _ in range(3)]
     expandable = [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]
-    found = {"segments": sum(expandable), "taken": start - torch.cuda.mem_get_info()[0], "over": bool(out_of_memory())}
+    sizes = {"segments": sum(expandable), "taken": start - torch.cuda.mem_get_info()[0], "over": bool(out_of_memory())}
     del held
     torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-    return {**found, "left": start - torch.cuda.mem_get_info()[0]}
+    return {**sizes, "left": start - torch.cuda.mem_get_info()[0]}
 
 
 def out_of_memory() -> str:
@@ -111,13 +111,13 @@ def products() -> list[str]:
     def of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    eighth, one = of(64, 32, dtype=torch.float8_e4m3fn), torch.ones((), device="cuda")
+    eighth, scale = of(64, 32, dtype=torch.float8_e4m3fn), torch.ones((), device="cuda")
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
             torch.mm(of(2, 3, dtype=dtype), of(3, 4, dtype=dtype))
             torch.bmm(of(5, 2, 3, dtype=dtype), of(5, 3, 4, dtype=dtype))
         torch.addmm(of(4, dtype=torch.bfloat16), of(2, 3, dtype=torch.bfloat16), of(3, 4, dtype=torch.bfloat16))
-        torch._scaled_mm(eighth, eighth.t(), one, one, out_dtype=torch.bfloat16)
+        torch._scaled_mm(eighth, eighth.t(), scale, scale, out_dtype=torch.bfloat16)
     return [event.name for event in seen.events() if "gemm" in event.name]
 
 
@@ -155,27 +155,27 @@ def decided() -> dict[str, Any]:
     return {
         "known": [mask.all().item(), mask.any().item(), (~mask.cpu()).cuda().any().item()],
         "loops": [(large > 0).any().item(), (few > 0).any().item(), nn.init.trunc_normal_(large).shape[0]],
-        "finite": [one.isfinite().all().item() for one in (large, few)],
-        "infinite": [(one.isinf() | one.isnan()).float().max().item() for one in (large, few)],
+        "finite": [tensor.isfinite().all().item() for tensor in (large, few)],
+        "infinite": [(tensor.isinf() | tensor.isnan()).float().max().item() for tensor in (large, few)],
     }
 
 
 def attention() -> dict[str, list[Any]]:
     """The kernel of a ring's blocks, and the shapes of its log-sum-exp and its gradients."""
-    found: dict[str, list[Any]] = {}
+    blocks: dict[str, list[Any]] = {}
     for dtype, width in ((torch.bfloat16, 64), (torch.bfloat16, 192), (torch.float32, 64)):
         tensors = [torch.empty(1, 2, 128, width, dtype=dtype, device="cuda") for _ in range(4)]
         with torch.no_grad():
             kernel = context.attention_kernel(tensors[0], trains=True)
-        name = next(name for name, one in vars(context).items() if one is kernel)
+        name = next(name for name, member in vars(context).items() if member is kernel)
         if width == 192:  # which kernel it is depends on torch
             trained = tensors[0].detach().requires_grad_()
             chosen = torch._fused_sdp_choice(trained, trained, trained, None, 0.0, True)
             name = "as for training" if kernel is context._CHOSEN.get(SDPBackend(chosen)) else name
         out, lse = kernel.forward(*tensors[:3], True)
         gradients = kernel.backward(tensors[3], *tensors[:3], out, lse, True)
-        found[f"{dtype} {width}"] = [name, list(lse.shape), [list(one.shape) for one in gradients]]
-    return found
+        blocks[f"{dtype} {width}"] = [name, list(lse.shape), [list(gradient.shape) for gradient in gradients]]
+    return blocks
 
 
 def staged() -> list[tuple[str, int]]:
@@ -187,8 +187,9 @@ def staged() -> list[tuple[str, int]]:
         stage(tensors, {"weight"})()
     stage.close()
     events = seen.profiler.kineto_results.events()
-    of_device = [one for one in events if one.device_type() == torch.autograd.DeviceType.CUDA]
-    return [(one.name()[:6], one.device_resource_id()) for one in sorted(of_device, key=lambda one: one.start_ns())]
+    of_device = [event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
+    in_order = sorted(of_device, key=lambda event: event.start_ns())
+    return [(event.name()[:6], event.device_resource_id()) for event in in_order]
 
 
 def pinned() -> list[int]:
@@ -199,11 +200,11 @@ def pinned() -> list[int]:
 
     memory.release(torch.device("cuda"))
     held = torch.empty(3 * MIB, dtype=torch.uint8, pin_memory=True)
-    found = [taken()]
+    bytes_taken = [taken()]
     del held
-    found.append(taken())
+    bytes_taken.append(taken())
     memory.release(torch.device("cuda"))
-    return [*found, taken()]
+    return [*bytes_taken, taken()]
 
 
 def offloaded() -> list[tuple[str, int]]:
@@ -215,9 +216,10 @@ def offloaded() -> list[tuple[str, int]]:
         for layer in layers:
             out = layer(out)
         out.sum().backward()
-    events = [one for one in seen.profiler.kineto_results.events() if "gemm" in one.name() or "Memcpy" in one.name()]
-    of_device = [one for one in events if one.device_type() == torch.autograd.DeviceType.CUDA]
-    return [(one.name()[:11], one.device_resource_id()) for one in of_device]
+    every = seen.profiler.kineto_results.events()
+    events = [event for event in every if "gemm" in event.name() or "Memcpy" in event.name()]
+    of_device = [event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
+    return [(event.name()[:11], event.device_resource_id()) for event in of_device]
 
 
 def uncompared() -> None:
@@ -226,49 +228,49 @@ def uncompared() -> None:
 
 def counted() -> list[int]:
     """Steps that a clock takes for finished, without a question to CUDA."""
-    steps, found = timing.clock_for(torch.device("cuda")), []
+    steps, counts = timing.clock_for(torch.device("cuda")), []
     for _ in range(3):
         steps.start()
         torch.ones(100, device="cuda").sum()
         steps.stop()
     torch.cuda.synchronize()
-    asked, torch.cuda.Event.query = torch.cuda.Event.query, None
-    found.append(steps.finished())
+    query, torch.cuda.Event.query = torch.cuda.Event.query, None
+    counts.append(steps.finished())
     steps.forget()
-    found.append(steps.finished())
-    torch.cuda.Event.query = asked
-    return found
+    counts.append(steps.finished())
+    torch.cuda.Event.query = query
+    return counts
 
 
 def routed() -> list[str]:
     """The ways of choosing experts for which the host does not wait: torch's guard raises where it would."""
-    found = []
+    balances = []
     for balance in get_args(Balance):
         with torch.device("cuda"):
             router, tokens = Router(64, 4, 2, None, RouterOptions(balance)), torch.ones(2, 8, 64)
         torch.cuda.set_sync_debug_mode("error")
         with suppress(RuntimeError):
             router(tokens)[0].sum().backward()
-            found.append(balance)
+            balances.append(balance)
         torch.cuda.set_sync_debug_mode("default")
-    return found
+    return balances
 
 
 def grouped() -> dict[str, Any]:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    found = {"saving": saving(), "patience": patience(), "buffers": buffers()}
+    results = {"saving": saving(), "patience": patience(), "buffers": buffers()}
     dist.destroy_process_group()
-    return found
+    return results
 
 
 def saving() -> int:
     """The device of the thread that saves, where the rank has the second one."""
-    found = []
+    devices = []
     with TemporaryDirectory() as folder, torch.cuda.device(1):
         saver = Saver(Path(folder), keep=1)
-        saver._begin(lambda: found.append(torch.cuda.current_device()))
+        saver._begin(lambda: devices.append(torch.cuda.current_device()))
         saver.close()
-    return found[0]
+    return devices[0]
 
 
 def buffers() -> int:
@@ -288,9 +290,9 @@ def patience() -> list[float]:
         chosen = group or dist.distributed_c10d._get_default_group()
         return chosen._get_backend(torch.device("cuda")).options._timeout.total_seconds() / 60  # type: ignore[attr-defined]
 
-    found = [minutes(mesh)]
+    waits = [minutes(mesh)]
     rendezvous.be_patient(rendezvous.patience_for(20))
-    return [*found, minutes(None), minutes(mesh)]
+    return [*waits, minutes(None), minutes(mesh)]
 
 
 def unanswered() -> str:
@@ -303,8 +305,8 @@ def unanswered() -> str:
 
 
 if __name__ == "__main__":
-    asked = (
+    questions = (
         device, allocator, expandable, out_of_memory, steps, garbage, profiled, products, attention, staged, pinned,
         offloaded, uncompared, counted, routed, grouped, graphs, decided, unanswered,
     )  # fmt: skip
-    print(json.dumps({ask.__name__: ask() for ask in asked}))
+    print(json.dumps({question.__name__: question() for question in questions}))

@@ -32,8 +32,8 @@ def sent(words: str, device: str) -> list[Any]:
     """The messages of each rank in their order: operation, bytes, ranks of the group, and the peer in it."""
     ranks, *layout = words.split()
     run = read(*SMALL, *layout, *DEVICES[device], f"cluster.ranks_per_node={ranks}")
-    found: list[Any] = on_ranks(run, _in_rank)
-    return found
+    messages: list[Any] = on_ranks(run, _in_rank)
+    return messages
 
 
 def _in_rank(job: Job) -> list[Any]:
@@ -45,12 +45,12 @@ def _in_rank(job: Job) -> list[Any]:
     profile.run(job, loop, 1).export_chrome_trace(str(path))
     groups = loop.mesh.groups()
     of = {None: None, **{name: dist.get_process_group_ranks(group) for name, group in groups.items()}}
-    told = []
+    messages = []
     for call in _calls(path, job):
         name = traces.group_of(call, groups)
         peer = traces.in_pipeline(call, groups[name]).peer if name == "pp" else call.peer
-        told.append((call.operation, call.bytes, of[name], peer))
-    return peers.gather(told)
+        messages.append((call.operation, call.bytes, of[name], peer))
+    return peers.gather(messages)
 
 
 def _calls(path: Path, job: Job) -> Sequence[events.CommCall]:
@@ -61,8 +61,8 @@ def _calls(path: Path, job: Job) -> Sequence[events.CommCall]:
         kernels = [event for event in every if event.kind == "kernel" and events.is_of_nccl(event)]
         launched = [kernel for kernel in kernels if step.start <= launches[kernel.facts["correlation"]] < step.end]
         return events.calls_of_nccl(every, launched)
-    found = trace.read(path, "cpu")
-    return [call for call in found.calls if any(begin <= call.start < end for begin, end in found.steps)]
+    recorded = trace.read(path, "cpu")
+    return [call for call in recorded.calls if any(begin <= call.start < end for begin, end in recorded.steps)]
 
 
 if __name__ == "__main__":

@@ -55,32 +55,32 @@ BYTES = {
 
 
 @pytest.fixture(scope="module")
-def found(start: Start) -> dict[str, Any]:
+def answers(start: Start) -> dict[str, Any]:
     return start("families")
 
 
 @pytest.mark.parametrize("call", BYTES)
-def test_bytes_of_a_call(found, call):
+def test_bytes_of_a_call(answers, call):
     """Without what prepares it: casts of a list, and a norm's fill and its last sum, which is a guess."""
-    kernels = [size for size, flags, *_ in found["calls"][call] if not flags & Flag.GUESSED]
+    kernels = [size for size, flags, *_ in answers["calls"][call] if not flags & Flag.GUESSED]
     if " list" in call:
         kernels = [max(kernels)]
     assert kernels == BYTES[call]
 
 
-def test_shapes_of_products_attentions_and_convolutions(found):
-    assert found["calls"]["convolve"][0][2] == [8, 64, 32, 32, 128, 64, 3, 3]
-    assert found["calls"]["product"][0][2:] == [[300, 64, 512, 1, 0, 0, 0, 0], 0]
+def test_shapes_of_products_attentions_and_convolutions(answers):
+    assert answers["calls"]["convolve"][0][2] == [8, 64, 32, 32, 128, 64, 3, 3]
+    assert answers["calls"]["product"][0][2:] == [[300, 64, 512, 1, 0, 0, 0, 0], 0]
     for call, products in (("attention", 2), ("attention backward", 5)):
-        ((_, flags, dims, _),) = found["calls"][call]
+        ((_, flags, dims, _),) = answers["calls"][call]
         assert flags == Flag.CAUSAL
         assert dims == [2, 8, 256, 64, 256, 2, products, 64]
 
 
 @pytest.mark.parametrize("layer", ["gpt", "llama"])
-def test_layer_moves_what_its_operators_take_and_give(found, layer):
+def test_layer_moves_what_its_operators_take_and_give(answers, layer):
     of_kernels, of_operators = {}, {}
-    for family, (kernels, operators) in found["layers"][layer].items():
+    for family, (kernels, operators) in answers["layers"][layer].items():
         name = "pointwise" if family == "concatenation" else family  # of five dimensions: by copies
         of_kernels[name] = of_kernels.get(name, 0) + kernels
         of_operators[name] = of_operators.get(name, 0) + operators

@@ -9,7 +9,7 @@ from tests.virtual.conftest import DEVICE
 def test_settings_are_what_the_library_reads_with_peaks_on_record():
     settings = DEVICE.settings()
     assert settings.endswith(";name=virtual NVIDIA Test 20GB")
-    figures = dict(one.split("=") for one in settings.split(";")[:-1])
+    figures = dict(setting.split("=") for setting in settings.split(";")[:-1])
     assert (figures["major"], figures["minor"]) == ("9", "0")
     assert float(figures["bandwidth"]) == 1e12
     assert float(figures["bf16"]) == 800e12

@@ -13,8 +13,8 @@ WORKSPACE = 32 << 20
 @pytest.mark.parametrize("of", ["whole", "share"])
 @pytest.mark.parametrize("how", ["", " compiled"])
 def test_head_has_one_chunk_of_logits_and_its_kernels(start: Start, of, how):
-    found = start("head")[f"{of}{how}"]
-    kernels = found["kernels"]
+    answers = start("head")[f"{of}{how}"]
+    kernels = answers["kernels"]
     ours = {name: number for name, number in kernels.items() if name.startswith("_softmax_")}
     assert ours == (
         {"_softmax_cross_entropy": 2} if of == "whole" else {"_softmax_statistics": 2, "_softmax_gradient": 2}
@@ -22,7 +22,7 @@ def test_head_has_one_chunk_of_logits_and_its_kernels(start: Start, of, how):
     products = {name: number for name, number in kernels.items() if "gemm" in name.lower() or "nvjet" in name}
     assert sum(products.values()) == 6  # three for each of two chunks
     chunk, weight = ROWS // 2 * VOCABULARY * 2, VOCABULARY * WIDTH * 4
-    assert chunk < found["peak"] < chunk + 3 * weight + WORKSPACE
+    assert chunk < answers["peak"] < chunk + 3 * weight + WORKSPACE
 
 
 @pytest.mark.thorough

@@ -24,8 +24,8 @@ def test_other_builds_of_torch_are_refused(monkeypatch, tmp_path, version, hip, 
     text = f"__version__ = '{version}'\ncuda: Optional[str] = None\nhip: Optional[str] = {hip}\n"
     (tmp_path / "version.py").write_text(text)
     monkeypatch.setattr(machine, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    told = f"torch={version}: a virtual GPU runs torch's build for CUDA, and this one is for {kind}"
-    assert refusal_of(machine.build) == told
+    text = f"torch={version}: a virtual GPU runs torch's build for CUDA, and this one is for {kind}"
+    assert refusal_of(machine.build) == text
 
 
 def test_missing_torch_is_refused(monkeypatch):
@@ -84,9 +84,9 @@ def test_environment_preloads_the_library_first(start: Start, monkeypatch):
     variables = Machine(DEVICE, ranks=[0]).environment(3)
     assert variables["LD_PRELOAD"] == f"{folder}/libptdbench_virtual.so:libother.so"
     assert variables["LD_LIBRARY_PATH"] == f"{folder}:/somewhere"
-    own = {name.removeprefix("PTDBENCH_VIRTUAL_"): value for name, value in variables.items()}
-    assert (own["COUNT"], own["ALONE"]) == ("3", "1")
-    assert own["COMPUTED"].split(",") == ["fill", "cast", "strided", "compare", "add", "sum", "all", "max", "nonzero"]
+    texts = {name.removeprefix("PTDBENCH_VIRTUAL_"): value for name, value in variables.items()}
+    assert (texts["COUNT"], texts["ALONE"]) == ("3", "1")
+    assert texts["COMPUTED"].split(",") == ["fill", "cast", "strided", "compare", "add", "sum", "all", "max", "nonzero"]
 
 
 def test_program_without_gpu_runs_unchanged(start: Start):

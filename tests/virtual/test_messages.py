@@ -21,8 +21,8 @@ def answers(start: Start) -> dict[str, Any]:
     return start("messages")
 
 
-@pytest.mark.parametrize(("asked", "expected"), [
-    ("reductions", {f"{of} {operation}": found for of in FORMATS for operation, found in REDUCED.items()}),
+@pytest.mark.parametrize(("question", "expected"), [
+    ("reductions", {f"{of} {operation}": result for of in FORMATS for operation, result in REDUCED.items()}),
     # 1.75 is 1.11 in binary, whose exponent is that of 1.5; two bits of fraction hold it
     ("formats", {"bfloat16": [0x3FE0], "e4m3": [0x3E], "e5m2": [0x3F]}),
     ("collectives", COLLECTED),
@@ -31,8 +31,8 @@ def answers(start: Start) -> dict[str, Any]:
     ("large", True),  # it arrives as zeros
     ("split", [0, 3]),  # in the order of keys
 ])  # fmt: skip
-def test_collectives_give_each_rank_its_result(answers, asked, expected):
-    assert answers[asked] == expected
+def test_collectives_give_each_rank_its_result(answers, question, expected):
+    assert answers[question] == expected
 
 
 def test_mismatched_calls_are_named(answers):

@@ -18,7 +18,7 @@ def answers(start: Start) -> dict[str, Any]:
 PRODUCTS = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64", "bf16", "f16") for batch in (1, 5)]
 
 
-@pytest.mark.parametrize(("asked", "expected"), [
+@pytest.mark.parametrize(("question", "expected"), [
     (
         "device",
         {
@@ -49,8 +49,8 @@ PRODUCTS = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64"
     # Three times 20 minutes for a first step, and half an hour: torch gives groups of a mesh 10 minutes.
     ("grouped", {"saving": 1, "patience": [10, 90, 90], "buffers": 2}),
 ])  # fmt: skip
-def test_torch_sees_the_devices_properties(answers, asked, expected):
-    assert answers[asked] == expected
+def test_torch_sees_the_devices_properties(answers, question, expected):
+    assert answers[question] == expected
 
 
 def test_memory_ends_with_torchs_own_error_and_a_step_leaves_its_state(answers):
@@ -66,9 +66,9 @@ def test_uncomputed_values_decide_nothing_and_unimplemented_operations_are_named
     assert (garbage["nonzero"], garbage["masked"], garbage["shown"]) == (0, 0, True)
     assert garbage["grown"] < GIB, "of a tensor of 8 GiB"
     assert "cusolver" in answers["unanswered"]
-    said = [line for line in answers["errors"].splitlines() if "nothing answers" in line]
-    assert said
-    assert all(line.startswith("virtual GPU: nothing answers cusolverDnCreate") for line in said)
+    lines = [line for line in answers["errors"].splitlines() if "nothing answers" in line]
+    assert lines
+    assert all(line.startswith("virtual GPU: nothing answers cusolverDnCreate") for line in lines)
 
 
 def test_profiler_sees_kernels_and_their_operations(answers):

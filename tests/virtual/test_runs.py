@@ -63,20 +63,21 @@ def test_virtual_run_has_memory_and_messages_but_no_times(swept):
     for record in records(swept):
         if record["status"] != "ok":
             continue
-        found, metrics = record["virtual"], record["metrics"]
-        assert found["ranks"] == [0, 1]
-        assert found["reason"] is None
-        assert metrics["peak_memory_bytes"] == max(found["allocated_bytes"])
-        assert metrics["peak_reserved_bytes"] == max(found["reserved_bytes"])
-        assert all(one <= kept for one, kept in zip(found["allocated_bytes"], found["reserved_bytes"], strict=True))
+        virtual, metrics = record["virtual"], record["metrics"]
+        assert virtual["ranks"] == [0, 1]
+        assert virtual["reason"] is None
+        assert metrics["peak_memory_bytes"] == max(virtual["allocated_bytes"])
+        assert metrics["peak_reserved_bytes"] == max(virtual["reserved_bytes"])
+        pairs = zip(virtual["allocated_bytes"], virtual["reserved_bytes"], strict=True)
+        assert all(allocated <= reserved for allocated, reserved in pairs)
         parts = zip(*record["memory"]["ranks"].values(), strict=True)
-        assert [sum(kinds) for kinds in parts] <= found["allocated_bytes"]
-        assert min(found["kernels"]["product"]) > 0
-        assert min(found["kernels"]["communication"]) > 0
+        assert [sum(kinds) for kinds in parts] <= virtual["allocated_bytes"]
+        assert min(virtual["kernels"]["product"]) > 0
+        assert min(virtual["kernels"]["communication"]) > 0
         rates = [name for name in metrics if "second" in name and "first" not in name and "startup" not in name]
         assert [metrics[name] for name in (*rates, "mfu", "share_of_ceiling")] == [None] * (len(rates) + 2)
         assert (record["final_loss"], record["phases"], record["hardware"]) == (None, None, None)
-        assert all(sent["bytes"] > 0 for sent in found["messages"].values())
+        assert all(sent["bytes"] > 0 for sent in virtual["messages"].values())
 
 
 def test_messages_are_those_of_a_step_after_ddp_has_rebuilt_its_buckets(swept):
@@ -162,13 +163,13 @@ def assert_messages_join(steps: list[np.ndarray]) -> None:
     """Each collective has all of its members, and each send the receive that answers it."""
     collectives, transfers = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
     for step in steps:
-        for one in step[step["kind"] == b"N"]:
-            collectives[one["object"], one["sequence"], one["bytes"], one["dims"][0]] += not one["dims"][3]
-        for one in step[step["kind"] == b"T"]:
-            sends = OPERATIONS[one["operation"]] == "send"
-            _, mine, peer = one["dims"][:3]
+        for entry in step[step["kind"] == b"N"]:
+            collectives[entry["object"], entry["sequence"], entry["bytes"], entry["dims"][0]] += not entry["dims"][3]
+        for entry in step[step["kind"] == b"T"]:
+            sends = OPERATIONS[entry["operation"]] == "send"
+            _, mine, peer = entry["dims"][:3]
             ends = (mine, peer) if sends else (peer, mine)
-            transfers[(one["object"], *ends, one["sequence"], one["bytes"])] += 1 if sends else -1
+            transfers[(entry["object"], *ends, entry["sequence"], entry["bytes"])] += 1 if sends else -1
     assert len(transfers) > 4
     assert not any(transfers.values())
     assert {ranks for *_, ranks in collectives} >= {2}
@@ -228,8 +229,8 @@ def test_missing_compiler_is_named(start: Start, environ, tmp_path):
     alone = {**environ, "PATH": str(tmp_path / "bin"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = train(alone, tmp_path, *SMALL, "virtual=h100")
     assert done.returncode == 1
-    said = f"PATH={tmp_path / 'bin'}: has no cc, and a virtual GPU needs a C compiler; install gcc or clang"
-    assert done.stderr.strip().splitlines() == [said]
+    error = f"PATH={tmp_path / 'bin'}: has no cc, and a virtual GPU needs a C compiler; install gcc or clang"
+    assert done.stderr.strip().splitlines() == [error]
     assert not (tmp_path / "outputs").exists()
     left = [path.suffix for path in (tmp_path / "cache/ptdbench/virtual").iterdir()]
     assert left == [".lock"], "nothing half built is left"

@@ -34,23 +34,24 @@ NUMBER = 4
 def test_virtual_ranks_send_what_real_ones_send(start: Start, environ):
     done = call(sys.executable, "-m", "tests.virtual.sent", *LAYOUTS, cwd=ROOT, environ=environ, timeout=600)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert list(found) == list(LAYOUTS)
-    for layout, of_devices in found.items():
+    messages = json.loads(done.stdout.splitlines()[-1])
+    assert list(messages) == list(LAYOUTS)
+    for layout, of_devices in messages.items():
         for rank, (virtual, real) in enumerate(zip(of_devices["virtual"], of_devices["gloo"], strict=True)):
             assert virtual, (layout, rank)
-            for (pair, expected), (of, known) in zip(_apart(real).items(), _apart(virtual).items(), strict=True):
-                assert (of, [one[:2] for one in known]) == (pair, [one[:2] for one in expected]), (layout, rank)
-                for (_, _, ranks, _), (_, _, of_gloo, _) in zip(known, expected, strict=True):
+            for (pair, expected), (of, sent) in zip(_apart(real).items(), _apart(virtual).items(), strict=True):
+                sizes = [[message[:2] for message in of_pair] for of_pair in (sent, expected)]
+                assert (of, sizes[0]) == (pair, sizes[1]), (layout, rank)
+                for (_, _, ranks, _), (_, _, of_gloo, _) in zip(sent, expected, strict=True):
                     if of_gloo:  # gloo's trace does not name the group, and what called it does not always
                         assert ranks == of_gloo, (layout, rank)
 
 
 def _apart(calls: list[Any]) -> dict[Any, list[Any]]:
     """Collectives, and the messages to and from each rank: NCCL carries out several of them in one kernel."""
-    found: dict[Any, list[Any]] = {"collectives": []}
-    for one in calls:
-        operation, size, _, peer = one
+    groups: dict[Any, list[Any]] = {"collectives": []}
+    for message in calls:
+        operation, size, _, peer = message
         if size > NUMBER:
-            found.setdefault("collectives" if peer is None else f"{operation} {peer}", []).append(one)
-    return dict(sorted(found.items()))
+            groups.setdefault("collectives" if peer is None else f"{operation} {peer}", []).append(message)
+    return dict(sorted(groups.items()))
