@@ -11,6 +11,10 @@ import ptdbench
 from tests.programs import TORCHRUN, call
 
 OPTIONS = ("model=toy", "train.steps=2", "device=cpu", "profile.steps=0")
+SWEEP = (
+    "data=synthetic_vectors", "data.inputs=8", "data.outputs=4", "train.steps=4", "device=cpu",
+    "activations=recompute", "parallel=ddp,fsdp,pdp",
+)  # fmt: skip
 
 #: Without a guard of ``__main__``; in a job of Hydra, as that has a global state.
 PROGRAM = f"""
@@ -26,18 +30,19 @@ def main(config):
         ptdbench.train(["model=toyy"])
     except ptdbench.TrainError as error:
         print("error", error)
-    sweep = ptdbench.train(["model=custom", "model._target_=mine.Mine", *{OPTIONS[1:]}, "parallel=ddp,fsdp"])
+    sweep = ptdbench.train(["model=custom", "model._target_=mine.Mine", *{SWEEP}])
     run = ptdbench.train({list(OPTIONS)})
     found = [[sweep.frame()[name].to_list() for name in ("status", "parallel", "model")], run["status"]]
     print(f"found {{json.dumps([*found, state() == before])}}\\n", end="")
 
 main()
 """
-MODEL = "from ptdbench.models.toy import Toy\nclass Mine(Toy): ...\n"
+MODEL = "from tests.launch.departed import Departed\nclass Mine(Departed): ...\n"
 
 
 @pytest.mark.parametrize("launcher", [(sys.executable,), TORCHRUN[:-1]], ids=["itself", "torchrun"])
 def test_program_that_trains_twice(launcher, tmp_path, environ):
+    """The sweep's model sees whether its predecessor is gone from the process, which under torchrun is the same one."""
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "mine.py").write_text(MODEL)
     done = call(*launcher, "program.py", cwd=tmp_path, environ=environ)
@@ -45,7 +50,7 @@ def test_program_that_trains_twice(launcher, tmp_path, environ):
     said = [line.partition(" ") for line in done.stdout.splitlines()]
     ranks = 2 if launcher[1:] else 1
     found = [json.loads(rest) for word, _, rest in said if word == "found"]
-    assert found == ranks * [[[["ok", "ok"], ["ddp", "fsdp"], ["Mine", "Mine"]], "ok", True]]
+    assert found == ranks * [[[["ok"] * 3, ["ddp", "fsdp", "pdp"], ["Mine"] * 3], "ok", True]]
     errors = {rest for word, _, rest in said if word == "error"}
     first, others = "model=toyy: there is no such choice; try toy", "rank=1: another rank is refused, and says why"
     assert errors == ({first, others} if ranks == 2 else {first})

@@ -6,6 +6,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.programs import TRAIN, call
+from tests.test_search_path import hide_modules
 
 #: Python reads this when it starts, so also in the fork server: each of its forks says what it began and ended with.
 SITE = """
@@ -32,9 +33,11 @@ HEAVY = ("torch", "tensorboard", "google", "hydra", "omegaconf", "antlr4", "nump
 
 @pytest.mark.ranks
 def test_a_rank_imports_nothing_but_a_strangers_model(tmp_path, environ):
+    """And none of the files beside the command that are named like modules."""
     (tmp_path / "site").mkdir()
     (tmp_path / "modules").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
+    hide_modules(tmp_path)
     (tmp_path / "mine.py").write_text("from ptdbench.models.toy import Toy\n\nclass Mine(Toy):\n    pass\n")
     asked = ("-m", "model=toy", "model._target_=mine.Mine", "parallel=ddp,fsdp,pdp", "device=cpu", "train.steps=2")
     environ = {**environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "MODULES": f"{tmp_path}/modules"}

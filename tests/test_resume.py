@@ -63,7 +63,7 @@ CHANGES: list[tuple[Layout, Layout]] = [
 ]  # fmt: skip
 
 
-@cases("layout", LAYOUTS, daily=LAYOUTS[:3], ids=lambda layout: f"{layout[0]}-{layout[1]}")
+@cases("layout", LAYOUTS, daily=[("fsdp", 3)], ids=lambda layout: f"{layout[0]}-{layout[1]}")
 def test_resumed_losses_are_those_of_an_uninterrupted_run(shared_run, begun, layout):
     whole, half = begun(layout, 6), begun(layout, 3)
     rest = shared_run(*on(layout), "train.steps=6", f"resume={half['directory']}")

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from tests.daily import cases
 from tests.programs import TORCHRUN, call
 
 pytestmark = pytest.mark.ranks
@@ -15,15 +14,13 @@ SWEEP = (
 )  # fmt: skip
 
 
-@cases(
-    "overrides",
-    [("parallel=ddp,fsdp,pdp",), ("parallel=ddp,fsdp", "compile=layers")],
-    daily=[("parallel=ddp,fsdp,pdp",)],
-    ids=str,
-)
-def test_the_model_of_a_run_is_gone_before_the_next_one_has_weights(tmp_path, environ, overrides):
-    """The model looks itself: activation checkpointing and the compiler let it refer to itself."""
-    done = call(*SWEEP, *overrides, cwd=tmp_path, environ=environ, timeout=480)
+@pytest.mark.thorough
+def test_the_compiled_model_of_a_run_is_gone_before_the_next_one_has_weights(tmp_path, environ):
+    """The model looks itself: activation checkpointing and the compiler let it refer to itself.
+
+    One that is not compiled does so in tests/test_from_python.py.
+    """
+    done = call(*SWEEP, "parallel=ddp,fsdp", "compile=layers", cwd=tmp_path, environ=environ, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     results = (tmp_path / "sweep" / "results.jsonl").read_text().splitlines()
     assert {json.loads(line)["status"] for line in results} == {"ok"}

@@ -32,7 +32,7 @@ SEPARATOR = b"\0"  # ends every document that is read as bytes; not part of text
 _BLOCK_BYTES, _BATCH = 1 << 17, 64
 
 # Installed packages differ between machines, and tests are not typical code.
-_NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 class File(NamedTuple):

@@ -178,20 +178,27 @@ def test_one_pass_fits_where_smaller_micro_batches_hold_whole_gradients(environ,
     assert one["error"]["message"].endswith("; train.micro_batch=2 fits")
 
 
-@pytest.mark.parametrize(("machine", "copies", "said"), [
-    ("device=cpu", 2, "only the training state is known"),  # both ranks are on this machine
-    ("virtual=h100", 1, "has no cc, and a virtual GPU needs a C compiler"),
-], ids=["no GPU", "no compiler"])  # fmt: skip
-def test_without_virtual_gpus_the_training_state_is_known(environ, tmp_path, machine, copies, said):
-    without_compiler = {**environ, "PATH": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = plan(without_compiler, tmp_path, *SMALL, machine, "parallel=ddp,fsdp")
-    assert done.returncode == 0, done.stderr
-    ddp, fsdp = records_of(tmp_path)
+def check_state_alone(ddp: dict[str, Any], fsdp: dict[str, Any], copies: int) -> None:
     (whole, *_), (half, *_) = ddp["plan"]["state"], fsdp["plan"]["state"]
     assert whole["weights"] == 4 * ddp["parameters"] == 2 * half["weights"]
     assert ddp["plan"]["needed_bytes"] == copies * sum(whole.values())
     assert (ddp["status"], ddp["plan"]["fits"]) == ("ok", None)
-    assert said in done.stdout
+
+
+def test_without_a_compiler_for_virtual_gpus_the_training_state_is_known(environ, tmp_path):
+    without_compiler = {**environ, "PATH": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = plan(without_compiler, tmp_path, *SMALL, "virtual=h100", "parallel=ddp,fsdp")
+    assert done.returncode == 0, done.stderr
+    check_state_alone(*records_of(tmp_path), copies=1)
+    assert "has no cc, and a virtual GPU needs a C compiler" in done.stdout
+
+
+def test_without_a_gpu_the_training_state_is_known():
+    """Both ranks are on this machine."""
+    configs = plans.composed([*SMALL, "device=cpu", "parallel=ddp,fsdp"]).configs
+    made = [record.begin(asked.resolved, Path(), {}) | planned(asked) for asked in configs]
+    check_state_alone(*made, copies=2)
+    assert "only the training state is known" in table.of_plans([*map(typed, made)], 200)
 
 
 def test_a_command_line_that_is_no_plan_is_one_line():

@@ -68,15 +68,15 @@ def test_finished_queued_and_other_runs_are_skipped(asked, tmp_path):
     assert [bool(only.open(number)) for number in range(3)] == [False, True, False]
 
 
-@pytest.mark.parametrize(
-    ("status", "again"),
-    [("ok", False), ("diverged", False), *((status, True) for status in ("failed", "oom", "timeout", "preempted"))],
-)
-def test_ok_and_diverged_runs_are_not_repeated(asked, tmp_path, status, again):
-    Agenda(tmp_path, asked("seed=0")).open(0)
-    done(tmp_path, status=status)
-    assert bool(Agenda(tmp_path, asked("seed=0")).open(0)) is again
-    assert Agenda(tmp_path, asked("optimizer.lr=3")).to_do([0]) == [0]
+def test_ok_and_diverged_runs_are_not_repeated(asked, tmp_path):
+    runs, others = asked("seed=0"), asked("optimizer.lr=3")
+    again = []
+    for status in ("ok", "diverged", "failed", "oom", "timeout", "preempted"):
+        Agenda(tmp_path / status, runs).open(0)
+        done(tmp_path / status, status=status)
+        again += [status] if Agenda(tmp_path / status, runs).open(0) else []
+        assert Agenda(tmp_path / status, others).to_do([0]) == [0]
+    assert again == ["failed", "oom", "timeout", "preempted"]
 
 
 def test_a_run_that_was_done_with_other_options_is_done_again_and_says_so(asked, tmp_path, capsys):
