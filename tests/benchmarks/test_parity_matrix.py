@@ -7,6 +7,7 @@ import pytest
 from benchmarks import cells
 from benchmarks import parity_matrix as matrix
 from benchmarks.script import read
+from ptdbench.launch.local import RankDied
 from tests.conftest import ROOT
 from tests.parallel.splitting import REFUSED
 
@@ -31,6 +32,20 @@ def test_of_experts_the_norms_count_too():
     losses = [5.0, *[4.0] * (matrix.STEPS - 1)]
     assert matrix.verdict([*losses, 1.0], [*losses, 1.0], 1e-5, with_norms=True) == "ok 0e+00 0e+00"
     assert matrix.verdict([*losses, 1.1], [*losses, 1.0], 1e-5, with_norms=True) == "wrong: off by 0e+00 1e-01"
+
+
+def test_cells_after_a_death_run_in_new_ranks(monkeypatch):
+    def on_ranks(_, body, configs, path):
+        for place, lines in enumerate(configs):
+            for line in (matrix.DEATH, *lines):
+                matrix._write(path, place, line)
+            if lines[-1:] != [LEARNT]:
+                raise RankDied({0: 1})
+
+    monkeypatch.setattr(matrix, "on_ranks", on_ranks)
+    cells = {"runs": [LEARNT], "kills": [], "raises": ["wrong: its error", "wrong: a peer's"], "runs too": [LEARNT]}
+    expected = {"runs": LEARNT, "kills": matrix.DEATH, "raises": "wrong: its error", "runs too": LEARNT}
+    assert matrix.numbers_of(cells) == expected
 
 
 def refusal(row, column):

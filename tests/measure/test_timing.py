@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.ratio import paired_ratio
+from benchmarks.ratio import by_turns, paired_ratio
 from ptdbench.measure import timing
 from ptdbench.measure.memory import HostMemory
 from ptdbench.measure.results import StepSeconds
@@ -225,6 +225,14 @@ def test_summary_by_hand():
 )
 def test_median_interval_ranks(count, expected):
     assert median_interval(range(count, 0, -1)) == expected
+
+
+def test_sides_take_turns_and_each_is_the_first_as_often():
+    order = []
+    steps = by_turns({"a": lambda: order.append("a"), "b": lambda: len(order)}, 3, torch.device("cpu"))
+    assert order == ["a"] * 3
+    assert [result for _, result in steps["b"]] == [1, 1, 3]  # before the second one of a, and after the others
+    assert all(seconds > 0 for seconds, _ in steps["a"] + steps["b"])
 
 
 def test_paired_ratio_is_exact_and_counts_rare_costs():
