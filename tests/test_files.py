@@ -25,12 +25,12 @@ def test_read_only_error_names_the_target(tmp_path, monkeypatch):
     assert caught.value.filename == str(tmp_path / "report.html")
 
 
-@pytest.mark.parametrize(("free", "said"), [(4096, "[Errno 28] No space left on device: {folder!r}"), (1 << 30, None)])
-def test_full_disk_is_found_behind_a_librarys_error(tmp_path, monkeypatch, free, said):
+@pytest.mark.parametrize(("free", "text"), [(4096, "[Errno 28] No space left on device: {folder!r}"), (1 << 30, None)])
+def test_full_disk_is_found_behind_a_librarys_error(tmp_path, monkeypatch, free, text):
     """Simulated: Kineto leaves out the file, and the reader does not find it."""
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     lack = files.lack_of_space(FileNotFoundError(errno.ENOENT, "trace.json"), tmp_path)
-    assert (str(lack) if lack else None) == (said and said.format(folder=str(tmp_path)))
+    assert (str(lack) if lack else None) == (text and text.format(folder=str(tmp_path)))
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("could not determine the home directory"), Path("~/.cache/ptdbench")])

@@ -69,7 +69,7 @@ def find_micro_batch(directory: Path, shape: Shape, command: Sequence[str]) -> b
         SystemExit: An earlier start of the run is still in progress.
         Stopped: A signal asked this process to stop; the record is written.
     """
-    attempt = claimed(Attempt(directory, uuid.uuid4().hex), "srun")
+    attempt = _claimed(Attempt(directory, uuid.uuid4().hex), "srun")
     opened, execute = store.read_record(directory), partial(micro_batch.in_step, command)
     with settings.added(opened.variables or {}):
         return micro_batch.find(of_record(opened.written), attempt, display.heading(opened), execute, shape)
@@ -111,7 +111,7 @@ def _run(directory: Path, world: World | None) -> None:
     is_first = ranks.count(directory) == 1
     watch = Stopwatch(psutil.Process().create_time() if world and is_first else time.time())
     if world is None or world.is_first:
-        attempt = claimed(attempt, world.launcher if world else "local")
+        attempt = _claimed(attempt, world.launcher if world else "local")
     opened = store.read_record(directory)
     heading = display.heading(opened)
     if world:
@@ -132,7 +132,7 @@ def _run(directory: Path, world: World | None) -> None:
         ranks.start(config, attempt, watch, heading)
 
 
-def claimed(attempt: Attempt, launcher: str) -> Attempt:
+def _claimed(attempt: Attempt, launcher: str) -> Attempt:
     """Claim the run's directory for this start; raises SystemExit if an earlier start is still in progress."""
     owner = this_process(attempt.launch, os.environ)
     written = store.load_record(attempt.directory)

@@ -1,4 +1,4 @@
-"""Ranks that a launcher started: recognized, and told by rank 0, which alone reads the command line, what to run next.
+"""Ranks that a launcher started: how they are recognized, and led by rank 0, which alone reads the command line.
 
 Nothing here imports torch before ranks meet.
 """

@@ -46,46 +46,6 @@ from ptdbench.sweep.blocks import StoppingRule
 from ptdbench.terminal import echo
 
 
-class SweepEta:
-    """The headings of a sweep's runs, with the remaining time estimated by the mean duration of successful runs.
-
-    In a search, the runs are those chosen so far, and more will follow (``is_whole`` is false).
-    """
-
-    def __init__(self, runs: Sequence[Run], is_whole: bool = True) -> None:
-        self._runs, self._is_whole = runs, is_whole
-        self.to_come: Sequence[int] = ()  #: The runs that will be executed.
-        self._seconds: dict[int, float] = {}
-        self._titles: dict[int, str] = {}
-
-    def ended(self, number: int, seconds: float, record: RunRecord) -> None:
-        """Note the duration and the record of a run."""
-        if record.status == "ok":
-            self._seconds[number] = seconds
-
-    def heading(self, number: int) -> Heading:
-        """Return the heading of a run's display, with its place in the sweep."""
-        run = self._runs[number]
-        if run.alternative not in self._titles:  # a search adds some
-            distinct = {run.alternative: run for run in self._runs}  # shared by repeats
-            drafts = [typed(draft(run, Path())) for run in distinct.values()]
-            self._titles = dict(zip(distinct, titles(drafts), strict=True))
-        later = sum(following > number for following in self.to_come)
-        return Heading(
-            self._titles[run.alternative],
-            number + 1,
-            len(self._runs) if self._is_whole else None,
-            later * fmean(self._seconds.values()) if later and self._seconds else None,
-        )
-
-
-def draft(run: Run, directory: Path) -> Draft:
-    """Return the record of a run before its start, with its summary and the variables of its environment."""
-    written = record.begin(run.config.resolved, directory, {}, run.overrides)
-    written |= {"variables": dict(run.environment), **(run.summary or {})}
-    return record.failed(written, failure.describe(run.refused, rank=-1)) if run.refused else written
-
-
 @dataclass(frozen=True)
 class Agenda:
     """The runs of a command line, and which of them to execute; a single run is a sweep of one without a ledger."""
@@ -179,7 +139,7 @@ class Agenda:
 
     def _write(self, run: Run) -> None:
         directory = self.place(run)
-        written = draft(run, directory)
+        written = _draft(run, directory)
         earlier = store.load_or_set_aside(directory)
         if earlier and self.is_sweep:
             self._compare(directory, earlier, written)
@@ -205,8 +165,37 @@ class Agenda:
             echo(f"{directory.name}: was done with other options, {other}; done again", sys.stderr)
 
 
-#: Executes runs, each of which is opened when the iterator reaches it.
-Executor = Callable[[Iterable[Run]], None]
+class SweepEta:
+    """The headings of a sweep's runs, with the remaining time estimated by the mean duration of successful runs.
+
+    In a search, the runs are those chosen so far, and more will follow (``is_whole`` is false).
+    """
+
+    def __init__(self, runs: Sequence[Run], is_whole: bool = True) -> None:
+        self._runs, self._is_whole = runs, is_whole
+        self.to_come: Sequence[int] = ()  #: The runs that will be executed.
+        self._seconds: dict[int, float] = {}
+        self._titles: dict[int, str] = {}
+
+    def ended(self, number: int, seconds: float, record: RunRecord) -> None:
+        """Note the duration and the record of a run."""
+        if record.status == "ok":
+            self._seconds[number] = seconds
+
+    def heading(self, number: int) -> Heading:
+        """Return the heading of a run's display, with its place in the sweep."""
+        run = self._runs[number]
+        if run.alternative not in self._titles:  # a search adds some
+            distinct = {run.alternative: run for run in self._runs}  # shared by repeats
+            drafts = [typed(_draft(run, Path())) for run in distinct.values()]
+            self._titles = dict(zip(distinct, titles(drafts), strict=True))
+        later = sum(following > number for following in self.to_come)
+        return Heading(
+            self._titles[run.alternative],
+            number + 1,
+            len(self._runs) if self._is_whole else None,
+            later * fmean(self._seconds.values()) if later and self._seconds else None,
+        )
 
 
 def run_all(agenda: Agenda, composed: Composed) -> None:
@@ -216,12 +205,51 @@ def run_all(agenda: Agenda, composed: Composed) -> None:
         if agenda.is_settled(numbers[0]):
             return
         agenda.eta.to_come = agenda.to_do(numbers)
-        execute(opened(agenda, numbers))
+        execute(_opened(agenda, numbers))
 
 
-def opened(agenda: Agenda, numbers: Iterable[int]) -> Iterator[Run]:
-    """Open these runs lazily, without those that must not be executed."""
-    return (run for number in numbers if (run := agenda.open(number)))
+def search(agenda: Agenda, composed: Composed) -> None:
+    """Let the sweeper choose runs until it is done: execute each batch, and report the objectives to the sweeper.
+
+    Raises:
+        ConfigError: The sweeper failed, or a run that it chose cannot be composed or submitted.
+    """
+    execute = executor(agenda, composed)
+    with composed.source.open():
+        loader = GlobalHydra.instance().config_loader()
+        handed = [f"{LAUNCHER}={ptdbench_launcher.NAME}", f"hydra.sweep.dir={quoted(str(agenda.directory))}"]
+        sweep = composed.sweep(instead=handed)
+
+        def execute_batch(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
+            for words in job_overrides:
+                try:
+                    whole = loader.load_sweep_config(sweep, list(words))
+                except (HydraException, OmegaConfBaseException) as error:
+                    rule = first_line(error)
+                    raise ConfigError([Problem("command line", " ".join(words), rule)]) from None
+                agenda.runs.append(requests.of_search(setup_runs.of_search(composed, whole, words, len(agenda.runs))))
+            numbers = range(first, first + len(job_overrides))
+            execute(_opened(agenda, numbers))
+            return [_outcome(agenda, number) for number in numbers]
+
+        Plugins.instance().register(ptdbench_launcher.HandOver)
+        try:
+            context = HydraContext(loader, None)  # type: ignore[arg-type]  # Hydra calls no callbacks here
+            sweeper = Plugins.instance().instantiate_sweeper(
+                config=sweep,
+                hydra_context=context,
+                task_function=execute_batch,  # type: ignore[arg-type]
+            )
+            sweeper.sweep(arguments=as_written(sweep.hydra.overrides.task))
+        except (ConfigError, OSError):
+            raise
+        except Exception as error:
+            rule = f"ended early: {' '.join(str(error).split())}"
+            raise ConfigError([Problem(SWEEPER, composed.sweeper, rule)]) from error
+
+
+#: Executes runs, each of which is opened when the iterator reaches it.
+Executor = Callable[[Iterable[Run]], None]
 
 
 def executor(agenda: Agenda, composed: Composed) -> Executor:
@@ -231,6 +259,18 @@ def executor(agenda: Agenda, composed: Composed) -> Executor:
     if composed.launcher == "submitit_local":
         return lambda runs: _in_processes(agenda, list(runs))
     return lambda runs: _in_this_process(agenda, runs)
+
+
+def _draft(run: Run, directory: Path) -> Draft:
+    """Return the record of a run before its start, with its summary and the variables of its environment."""
+    written = record.begin(run.config.resolved, directory, {}, run.overrides)
+    written |= {"variables": dict(run.environment), **(run.summary or {})}
+    return record.failed(written, failure.describe(run.refused, rank=-1)) if run.refused else written
+
+
+def _opened(agenda: Agenda, numbers: Iterable[int]) -> Iterator[Run]:
+    """Open these runs lazily, without those that must not be executed."""
+    return (run for number in numbers if (run := agenda.open(number)))
 
 
 def _in_this_process(agenda: Agenda, runs: Iterable[Run]) -> None:
@@ -291,46 +331,6 @@ class _BySlurm:
             watch.announce(self._agenda.directory, submitted)
         if self._agenda.is_open and (submitted or self._agenda.queued - self._shown):
             self._shown = watch.follow(self._agenda.directory, self._shown)
-
-
-def search(agenda: Agenda, composed: Composed) -> None:
-    """Let the sweeper choose runs until it is done: execute each batch, and report the objectives to the sweeper.
-
-    Raises:
-        ConfigError: The sweeper failed, or a run that it chose cannot be composed or submitted.
-    """
-    execute = executor(agenda, composed)
-    with composed.source.open():
-        loader = GlobalHydra.instance().config_loader()
-        handed = [f"{LAUNCHER}={ptdbench_launcher.NAME}", f"hydra.sweep.dir={quoted(str(agenda.directory))}"]
-        sweep = composed.sweep(instead=handed)
-
-        def execute_batch(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
-            for words in job_overrides:
-                try:
-                    whole = loader.load_sweep_config(sweep, list(words))
-                except (HydraException, OmegaConfBaseException) as error:
-                    rule = first_line(error)
-                    raise ConfigError([Problem("command line", " ".join(words), rule)]) from None
-                agenda.runs.append(requests.of_search(setup_runs.of_search(composed, whole, words, len(agenda.runs))))
-            numbers = range(first, first + len(job_overrides))
-            execute(opened(agenda, numbers))
-            return [_outcome(agenda, number) for number in numbers]
-
-        Plugins.instance().register(ptdbench_launcher.HandOver)
-        try:
-            context = HydraContext(loader, None)  # type: ignore[arg-type]  # Hydra calls no callbacks here
-            sweeper = Plugins.instance().instantiate_sweeper(
-                config=sweep,
-                hydra_context=context,
-                task_function=execute_batch,  # type: ignore[arg-type]
-            )
-            sweeper.sweep(arguments=as_written(sweep.hydra.overrides.task))
-        except (ConfigError, OSError):
-            raise
-        except Exception as error:
-            rule = f"ended early: {' '.join(str(error).split())}"
-            raise ConfigError([Problem(SWEEPER, composed.sweeper, rule)]) from error
 
 
 def _outcome(agenda: Agenda, number: int) -> JobReturn:

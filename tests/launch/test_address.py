@@ -58,8 +58,8 @@ def test_host_is_the_first_node_of_the_step_or_job_and_a_malformed_list_refused(
 
 @pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": ""}, {"SLURM_JOB_NODELIST": ""}])
 def test_unknown_host_is_refused_with_what_to_set(environ):
-    told = "MASTER_ADDR=(not set): openmpi does not tell …; set it to …, for example mpirun -x MASTER_ADDR=host"
-    assert refused(FAR["openmpi"], environ) == Abridged(told)
+    refusal = "MASTER_ADDR=(not set): openmpi does not tell …; set it to …, for example mpirun -x MASTER_ADDR=host"
+    assert refused(FAR["openmpi"], environ) == Abridged(refusal)
 
 
 def test_master_port_must_be_a_port():
@@ -86,10 +86,10 @@ NEIGHBOURS = {
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_concurrent_launches_have_different_ports(name):
-    launcher, shared, one, other = NEIGHBOURS[name]
-    ports = {port(FAR[launcher], shared | mine) for mine in (one, other)}
+    launcher, shared, first, second = NEIGHBOURS[name]
+    ports = {port(FAR[launcher], shared | mine) for mine in (first, second)}
     assert len(ports) == 2
-    assert all(10000 <= found < 32768 for found in ports)
+    assert all(10000 <= number < 32768 for number in ports)
 
 
 def test_mpirun_port_ignores_the_step_and_falls_back_to_torchs():

@@ -98,8 +98,8 @@ def together(monkeypatch):
 
 
 def test_all_ranks_raise_the_same_refusal(together):
-    (message,) = set((said := together(3, {0: 2, 1: 0, 2: 2})).values())
-    assert len(said) == 3
+    (message,) = set((refusals := together(3, {0: 2, 1: 0, 2: 2})).values())
+    assert len(refusals) == 3
     assert message.startswith("device=auto: rank 1 on n1 finds no GPU, and ranks 0, 2 on n0, n2 find 2 GPUs: ")
 
 
@@ -114,15 +114,15 @@ NODES = ["n1", "n2", "n1"]
 
 def meet() -> list[list[Peer]]:
     """In a rank: whom this rank meets on machines of one name, and on its own node for a share and for one core."""
-    own = NODES[dist.get_rank()]
+    node = NODES[dist.get_rank()]
     world = discover(os.environ)
-    found = []
-    for name, kernel, wanted in (("localhost", own, "auto"), (own, "the same", "auto"), (own, "the same", 1)):
+    meetings = []
+    for name, kernel, wanted in (("localhost", node, "auto"), (node, "the same", "auto"), (node, "the same", 1)):
         os.environ["SLURMD_NODENAME"] = name
         peers.machine = lambda kernel=kernel: kernel
         peers.bind_to_share(world, wanted)
-        found.append(peers.gather_peers(world, torch.device("cpu")))
-    return found
+        meetings.append(peers.gather_peers(world, torch.device("cpu")))
+    return meetings
 
 
 @pytest.mark.ranks

@@ -97,7 +97,7 @@ OVERLAPPING = [frozenset({0, 1, 2, 3}), frozenset({2, 3, 4, 5})]
 
 
 @pytest.mark.parametrize(
-    ("of_ranks", "wanted", "found"),
+    ("of_ranks", "wanted", "shares"),
     [
         # Ranks that are free divide the threads and stay free, but for a number that is asked for.
         ([FOUR, FOUR], "auto", [(2, None)] * 2),
@@ -118,8 +118,8 @@ OVERLAPPING = [frozenset({0, 1, 2, 3}), frozenset({2, 3, 4, 5})]
         ([frozenset({7})] * 3, "auto", [(1, None)] * 3),
     ],
 )
-def test_cores_of_a_node_are_shared(of_ranks, wanted, found):
-    assert [share_cores(of_ranks, rank, wanted) for rank in range(len(of_ranks))] == found
+def test_cores_of_a_node_are_shared(of_ranks, wanted, shares):
+    assert [share_cores(of_ranks, rank, wanted) for rank in range(len(of_ranks))] == shares
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(math.inf, 2), (3.5, 1), (0.5, 1)])
@@ -180,12 +180,12 @@ def test_all_threads_are_bound_and_one_can_be_unbound(environ):
     cores = sorted(own_cores())
     command = [sys.executable, "-c", BINDS, json.dumps(cores[-1:])]
     done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
-    for line, own in zip(done.stdout.splitlines(), (cores, cores[-1:]), strict=True):
+    for line, allowed in zip(done.stdout.splitlines(), (cores, cores[-1:]), strict=True):
         threads, variable, affinities, everywhere, main = json.loads(line)
         assert (threads, variable) == (3, "3")
         assert len(affinities) >= 2
-        assert affinities == [own] * len(affinities)
-        assert (everywhere, main) == (cores, own)
+        assert affinities == [allowed] * len(affinities)
+        assert (everywhere, main) == (cores, allowed)
 
 
 @binds

@@ -125,11 +125,11 @@ class TestHistory:
         }
         assert (tmp_path / "asked").read_text().splitlines()[-1].endswith("--jobs=11,7,9")
 
-    @pytest.mark.parametrize("asked", ["--jobs=1", "--jobs=9"])
-    def test_failing_slurmdbd_is_asked_again(self, fake, tmp_path, asked):
-        down, said = tmp_path / "down", "sacct: error: Problem talking to the database: Connection refused"
+    @pytest.mark.parametrize("query", ["--jobs=1", "--jobs=9"])
+    def test_failing_slurmdbd_is_asked_again(self, fake, tmp_path, query):
+        down, message = tmp_path / "down", "sacct: error: Problem talking to the database: Connection refused"
         down.touch()
-        answers = f"case $* in *{asked}) test -e {down} && {{ echo '{said}' >&2; exit 1; }};; esac"
+        answers = f"case $* in *{query}) test -e {down} && {{ echo '{message}' >&2; exit 1; }};; esac"
         fake("sacct", f"{answers}; echo '9|TIMEOUT|n1|None|mine'")
         with pytest.raises(SlurmError, match=r"^Problem talking to the database: Connection refused$"):
             commands.queue(["9"])
@@ -148,8 +148,8 @@ class TestHistory:
     def test_elements_that_never_began_have_their_arrays_name(self, fake):
         elements = [f"7_[{listed}]|CANCELLED by 0|None assigned|None|mine" for listed in ("1-2", "4,6,...")]
         fake("sacct", "; ".join(f"echo '{line}'" for line in elements))
-        found = commands.named(["mine"])["mine"]
-        assert {number: state.state for number, state in found.items()} == {
+        jobs = commands.named(["mine"])["mine"]
+        assert {number: state.state for number, state in jobs.items()} == {
             0: "RUNNING", 1: "CANCELLED", 2: "CANCELLED",
         }  # fmt: skip
 
@@ -164,8 +164,8 @@ class TestHistory:
 class TestRealSlurm:
     def test_users_slurm_variables_are_ignored(self, submit, monkeypatch):
         job = submit("true", "--hold")
-        said = {"SBATCH_PARTITION": "nope", "SBATCH_ARRAY_INX": "0-5", "SLURM_NNODES": "7"}
-        for name, value in (said | {"SINFO_PARTITION": "short", "SQUEUE_PARTITION": "short"}).items():
+        variables = {"SBATCH_PARTITION": "nope", "SBATCH_ARRAY_INX": "0-5", "SLURM_NNODES": "7"}
+        for name, value in (variables | {"SINFO_PARTITION": "short", "SQUEUE_PARTITION": "short"}).items():
             monkeypatch.setenv(name, value)
         assert commands.available()
         assert commands.partitions() == [
@@ -174,7 +174,7 @@ class TestRealSlurm:
         assert job in commands.queue([job])
         assert "in partition debug" in commands.test(script(nodes=1))
         ignored = ["SBATCH_ARRAY_INX=0-5", "SBATCH_PARTITION=nope"]
-        assert commands.ignored_variables(said | {"SBATCH_WCKEY": "x", "SLURM_CONF": "y"}) == ignored
+        assert commands.ignored_variables(variables | {"SBATCH_WCKEY": "x", "SLURM_CONF": "y"}) == ignored
 
     @pytest.mark.parametrize(("flags", "words"), [
         ({"nodes": 3}, "allocation failure: Requested node configuration is not available"),
@@ -192,10 +192,10 @@ class TestRealSlurm:
         job = commands.submit(script(job_name=alone, hold=True, output="/dev/null"))
         elements = commands.submit(script(job_name=array, hold=True, output="/dev/null", array="0-2"))
         try:
-            found = commands.named([alone, array, "ptdbench-nobody"])
-            assert {name: set(states) for name, states in found.items()} == {alone: {None}, array: {0, 1, 2}}
-            assert (found[alone][None].id, found[array][2].id) == (job, f"{elements}_2")
-            assert found[array][1].state == "PENDING"
+            jobs = commands.named([alone, array, "ptdbench-nobody"])
+            assert {name: set(states) for name, states in jobs.items()} == {alone: {None}, array: {0, 1, 2}}
+            assert (jobs[alone][None].id, jobs[array][2].id) == (job, f"{elements}_2")
+            assert jobs[array][1].state == "PENDING"
         finally:
             canceled = commands.cancel_named([alone, array, "ptdbench-nobody"])
         assert set(canceled) == {job, *(f"{elements}_{number}" for number in range(3))}
@@ -229,11 +229,11 @@ class TestRealSlurm:
 
     def test_thousand_jobs_are_one_query(self, submit, monkeypatch):
         array = submit("true", "--hold", "--array=0-999")
-        asked, run = [], commands._run
-        monkeypatch.setattr(commands, "_run", lambda *words, **told: asked.append(words) or run(*words, **told))
-        found = commands.queue([f"{array}_{index}" for index in range(1000)])
-        assert (len(found), len(asked)) == (1000, 1)
-        assert {job.state for job in found.values()} == {"PENDING"}
+        queries, run = [], commands._run
+        monkeypatch.setattr(commands, "_run", lambda *words, **options: queries.append(words) or run(*words, **options))
+        jobs = commands.queue([f"{array}_{index}" for index in range(1000)])
+        assert (len(jobs), len(queries)) == (1000, 1)
+        assert {job.state for job in jobs.values()} == {"PENDING"}
 
 
 def test_clusters_are_the_chosen_or_the_configured(fake, monkeypatch):
@@ -247,9 +247,9 @@ def test_clusters_are_the_chosen_or_the_configured(fake, monkeypatch):
     commands.clusters.cache_clear()
 
 
-@pytest.mark.parametrize("said", ["7;cluster", "auks: credential of user\\n7", "Welcome\\n\\n7;cluster\\n"])
-def test_job_id_is_found_after_a_sites_messages(fake, said):
-    fake("sbatch", f"cat > /dev/null; printf '{said}'")
+@pytest.mark.parametrize("answer", ["7;cluster", "auks: credential of user\\n7", "Welcome\\n\\n7;cluster\\n"])
+def test_job_id_is_found_after_a_sites_messages(fake, answer):
+    fake("sbatch", f"cat > /dev/null; printf '{answer}'")
     assert commands.submit(script()) == "7"
     fake("sbatch", "cat > /dev/null; echo no")
     with pytest.raises(SlurmError, match="sbatch did not say the id of the job: no"):

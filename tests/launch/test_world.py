@@ -112,17 +112,17 @@ def test_process_without_launcher_is_no_rank(environ):
 ])  # fmt: skip
 def test_missing_variable_is_named(launcher, missing):
     environ = {name: value for name, value in ALL[launcher][0].items() if name != missing}
-    told = f"{missing}=(not set): {launcher} must have set it to a whole number; …environment says\n  {launcher}: …"
+    refusal = f"{missing}=(not set): {launcher} must have set it to a whole number; …environment says\n  {launcher}: …"
     if launcher == "env":
-        told = f"{missing}=(not set): the launcher must have set it …; set it for every rank …, or omit cluster=env"
-    assert refused(environ) == Abridged(told)
+        refusal = f"{missing}=(not set): the launcher must have set it …; set it for every rank …, or omit cluster=env"
+    assert refused(environ) == Abridged(refusal)
 
 
 @pytest.mark.parametrize("listed", ["", "x3", "2(x3", "2(3)", "2,,1", "-1", "2 (x3)", "2(x3)"])
 def test_malformed_tasks_per_node_are_refused(listed):
     """The last one is of three nodes, and this is the fourth."""
-    told = f"SLURM_STEP_TASKS_PER_NODE={listed or '(not set)'}: srun must have set it …; this is node 3; …"
-    assert refused(SRUN | {"SLURM_STEP_TASKS_PER_NODE": listed}) == Abridged(told)
+    refusal = f"SLURM_STEP_TASKS_PER_NODE={listed or '(not set)'}: srun must have set it …; this is node 3; …"
+    assert refused(SRUN | {"SLURM_STEP_TASKS_PER_NODE": listed}) == Abridged(refusal)
 
 
 @pytest.mark.parametrize("value", ["", "one", "-1", "1.5", "2(x3)", "²"])
@@ -146,8 +146,8 @@ def test_refusals_name_variables_of_launchers_and_ranks_set_by_hand():
     assert "OMPI_COMM_WORLD_SIZE=2" in lines[1]
     assert "SLURM_STEP_TASKS_PER_NODE=2(x3),1" in lines[2]
     names = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"
-    told = f"RANK=1: with WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 …; add cluster=env if …, or unset {names}"
-    assert refused(BY_HAND) == Abridged(told)
+    refusal = f"RANK=1: with WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 …; add cluster=env if …, or unset {names}"
+    assert refused(BY_HAND) == Abridged(refusal)
 
 
 @pytest.mark.parametrize(("environ", "size"), [
@@ -157,9 +157,9 @@ def test_refusals_name_variables_of_launchers_and_ranks_set_by_hand():
     ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE"),
 ], ids=["Cray PALS", "jsrun", "flux run", "mpirun_rsh"])  # fmt: skip
 def test_rank_of_an_unknown_launcher_is_refused(environ, size):
-    told = f"{size}=4: …, and their launcher is not recognized; start them with torchrun, …; if stale, unset {size}"
-    assert refused(environ) == Abridged(told)
-    assert all(discover(environ | known) == world for known, world in ALL.values())
+    refusal = f"{size}=4: …, and their launcher is not recognized; start them with torchrun, …; if stale, unset {size}"
+    assert refused(environ) == Abridged(refusal)
+    assert all(discover(environ | variables) == world for variables, world in ALL.values())
 
 
 def test_local_environment_is_that_of_torchrun():

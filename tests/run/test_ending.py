@@ -168,7 +168,7 @@ def test_job_is_requeued_ahead_of_its_time_limit_as_often_as_allowed(directory, 
     (run := directory / "run").mkdir()
     store.write_record(run, OPEN)
     requeues = ("cluster.requeue=true", f"cluster.max_requeues={most}", "cluster.container.image=/i.sqsh")
-    asked = config.read(composed("cluster=slurm", *requeues))
-    ending._requeue(attempt(run), asked.cluster, OPEN, f"{stopped} after step 1")
+    read = config.read(composed("cluster=slurm", *requeues))
+    ending._requeue(attempt(run), read.cluster, OPEN, f"{stopped} after step 1")
     assert (directory / ".requeue-7").exists() == ("requeued (" in says)
     assert says in store.load_record(run)["error"]["message"]

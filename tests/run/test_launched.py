@@ -37,5 +37,5 @@ def test_typed_words_decide_and_a_missing_or_stale_variable_is_named():
         "set it for every rank (0 where a node has one), or omit cluster=env"
     )
     stale = RANK_1 | {"RANK": "7"}
-    told = "env=PTDBENCH_ENV=1 RANK=7 WORLD_SIZE=3 …: must satisfy 0 <= rank < world size …; set it for every rank …"
-    assert refusal_of(recognized, stale, "cluster=env") == Abridged(told)
+    refusal = "env=PTDBENCH_ENV=1 RANK=7 WORLD_SIZE=3 …: must satisfy 0 <= rank < world size …; set it for every rank …"
+    assert refusal_of(recognized, stale, "cluster=env") == Abridged(refusal)

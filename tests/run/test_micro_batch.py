@@ -38,7 +38,7 @@ def room(monkeypatch) -> int:
     return 1000 * MIB
 
 
-def found(
+def fields(
     directory: Path, made: Callable[[int, int], Mapping[str, Any]], *words: str, notes: list[Any] | None = None
 ) -> dict[str, Any]:
     """What is found where a run of a micro-batch, the first, second, ... of all, leaves a record with ``made``."""
@@ -59,8 +59,8 @@ def size_of(fields: Mapping[str, Any]) -> int:
     return fields["micro_batch"]["found"]
 
 
-def idle(directory: Path, asked: Config, shape: Shape | None = None) -> Finder:
-    return Finder(directory, asked, Heading("toy"), lambda *_: None, lambda _: None, shape)
+def idle(directory: Path, config: Config, shape: Shape | None = None) -> Finder:
+    return Finder(directory, config, Heading("toy"), lambda *_: None, lambda _: None, shape)
 
 
 def of_memory(mib: Callable[[int], int]) -> Callable[[int, int], dict[str, Any]]:
@@ -69,19 +69,19 @@ def of_memory(mib: Callable[[int], int]) -> Callable[[int, int], dict[str, Any]]
 
 def test_the_memory_of_all_ranks_of_the_machine_counts(tmp_path, room):
     notes: list[Any] = []
-    made = found(tmp_path, of_memory(lambda size: 100 + 3 * size), "train.global_batch=4096", "train.micro_batch=max",
+    made = fields(tmp_path, of_memory(lambda size: 100 + 3 * size), "train.global_batch=4096", "train.micro_batch=max",
                  notes=notes)  # fmt: skip
     assert size_of(made) == 128  # twice 484 MiB; of 256, twice 868 MiB
     assert made["layout"]["accumulation"] == 4096 // 2 // 128
     assert made["micro_batch"]["room_bytes"] == room
-    assert [one["micro_batch"] for one in made["micro_batch"]["tries"]] == [1, 8, 128]
-    waiting = [one["needed_bytes"] / 2 - (100 + 3 * one["micro_batch"]) * MIB for one in made["micro_batch"]["tries"]]
+    assert [row["micro_batch"] for row in made["micro_batch"]["tries"]] == [1, 8, 128]
+    waiting = [row["needed_bytes"] / 2 - (100 + 3 * row["micro_batch"]) * MIB for row in made["micro_batch"]["tries"]]
     assert waiting == [(2048 - 2 * size) * waiting[0] / 2046 for size in (1, 8, 128)]  # of a replica's 2,048
     assert waiting[0] > 0
     assert [len(note["tries"]) for note in notes] == [1, 2, 3]
     written = [json.loads(path.read_text()) for path in tmp_path.glob("tries/*/record.json")]
-    assert {one["layout"]["accumulation"] for one in written} == {2}
-    assert {one["config"]["train"]["steps"] for one in written} == {3}
+    assert {row["layout"]["accumulation"] for row in written} == {2}
+    assert {row["config"]["train"]["steps"] for row in written} == {3}
 
 
 def test_a_rank_that_is_out_of_memory_ends_a_try_and_no_search(tmp_path, room):
@@ -90,29 +90,29 @@ def test_a_rank_that_is_out_of_memory_ends_a_try_and_no_search(tmp_path, room):
             return {"status": "oom"}
         return {"status": "ok", "metrics": {"peak_memory_bytes": (100 + size) * MIB}}
 
-    search = found(tmp_path, made, "train.global_batch=128", "train.micro_batch=max")
+    search = fields(tmp_path, made, "train.global_batch=128", "train.micro_batch=max")
     assert size_of(search) == 8
-    assert [one["status"] for one in search["micro_batch"]["tries"]].count("oom") >= 1
+    assert [row["status"] for row in search["micro_batch"]["tries"]].count("oom") >= 1
 
 
-@pytest.mark.parametrize("asked", ["max", "best"])
-def test_one_that_accumulates_nothing_fits_where_whole_gradients_do_not(tmp_path, room, asked):
+@pytest.mark.parametrize("wanted", ["max", "best"])
+def test_one_that_accumulates_nothing_fits_where_whole_gradients_do_not(tmp_path, room, wanted):
     def made(size: int, _: int) -> dict[str, Any]:
         peak = room // 2 + (20_000 if size < 8 else -MIB)  # of either rank, which hold 21 kB more than their shards
         return {"status": "ok", "metrics": {"peak_memory_bytes": peak, "samples_per_second": 1.0}}
 
-    words = ("parallel=fsdp", "train.global_batch=16", f"train.micro_batch={asked}")
-    search = found(tmp_path, made, *words)
+    words = ("parallel=fsdp", "train.global_batch=16", f"train.micro_batch={wanted}")
+    search = fields(tmp_path, made, *words)
     assert size_of(search) == 8
-    assert [one["micro_batch"] for one in search["micro_batch"]["tries"]] == [1, 8]
+    assert [row["micro_batch"] for row in search["micro_batch"]["tries"]] == [1, 8]
 
 
 def test_none_fits_and_what_fails_otherwise_is_no_matter_of_memory(tmp_path, room):
     with pytest.raises(MemoryError, match=r"not even micro-batch 1 fits into 1000 MiB: it needs 1\.2 GiB"):
-        found(tmp_path, of_memory(lambda size: 600 + size), "train.micro_batch=max")
+        fields(tmp_path, of_memory(lambda size: 600 + size), "train.micro_batch=max")
     error = {"rank": 1, "type": "ValueError", "message": "no such layer", "traceback": ""}
     with pytest.raises(Broken, match="the trial run of micro-batch 1 ended without a result: failed on rank 1:"):
-        found(tmp_path, lambda *_: {"status": "failed", "error": error}, "train.micro_batch=max")
+        fields(tmp_path, lambda *_: {"status": "failed", "error": error}, "train.micro_batch=max")
 
 
 @pytest.mark.parametrize(("kind", "is_answer"), [("OutOfMemoryError", True), ("MemoryError", False)])
@@ -120,7 +120,7 @@ def test_on_virtual_gpus_the_memory_of_this_machine_is_no_answer(tmp_path, kind,
     error = {"rank": 1, "type": kind, "message": "", "traceback": ""}
     expected = MemoryError if is_answer else Broken
     with pytest.raises(expected, match="not even micro-batch 1 fits" if is_answer else "ended without a result"):
-        found(tmp_path, lambda *_: {"status": "oom", "error": error}, "train.micro_batch=max", "virtual=h100",
+        fields(tmp_path, lambda *_: {"status": "oom", "error": error}, "train.micro_batch=max", "virtual=h100",
               "device=auto")  # fmt: skip
 
 
@@ -130,9 +130,9 @@ def test_the_fastest_is_looked_for_from_the_largest_downward(tmp_path, room, fas
         rate = 1000 / (1 + abs(size - fastest) / 4) * (1 + (number % 3) / 1000)
         return {"status": "ok", "metrics": {"peak_memory_bytes": MIB, "samples_per_second": rate}}
 
-    search = found(tmp_path, made, "train.global_batch=16", "train.micro_batch=best")
+    search = fields(tmp_path, made, "train.global_batch=16", "train.micro_batch=best")
     assert size_of(search) == expected
-    measured = [one["micro_batch"] for one in search["micro_batch"]["tries"] if one["rates"]]
+    measured = [row["micro_batch"] for row in search["micro_batch"]["tries"] if row["rates"]]
     assert set(measured) == {8: {8, 4}, 4: {8, 4, 2}, 2: {8, 4, 2, 1}}[expected]
 
 
@@ -140,16 +140,16 @@ def test_the_fastest_is_looked_for_from_the_largest_downward(tmp_path, room, fas
 def test_a_smaller_one_that_is_clearly_slower_takes_three_runs_of_few_slow_steps(tmp_path, room, seconds, steps):
     def made(size: int, number: int) -> dict[str, Any]:
         rate = (130.0 if size == 8 else 100.0) * (1 + number % 3 / 20)
-        known = {"peak_memory_bytes": MIB, "samples_per_second": rate, "step_seconds": seconds and {"median": seconds}}
-        return {"status": "ok", "metrics": known}
+        stats = {"peak_memory_bytes": MIB, "samples_per_second": rate, "step_seconds": seconds and {"median": seconds}}
+        return {"status": "ok", "metrics": stats}
 
-    search = found(tmp_path, made, "train.global_batch=16", "train.micro_batch=best")
-    assert {one["micro_batch"]: len(one["rates"]) for one in search["micro_batch"]["tries"] if one["rates"]} == {
+    search = fields(tmp_path, made, "train.global_batch=16", "train.micro_batch=best")
+    assert {row["micro_batch"]: len(row["rates"]) for row in search["micro_batch"]["tries"] if row["rates"]} == {
         8: 3,
         4: 3,
     }
     written = [json.loads(path.read_text())["config"]["train"] for path in tmp_path.glob("tries/*/record.json")]
-    assert {one["steps"] for one in written if one["warmup_steps"]} == {steps}
+    assert {row["steps"] for row in written if row["warmup_steps"]} == {steps}
 
 
 def test_both_of_every_pair_are_carried_out_in_turns(tmp_path, room):
@@ -161,7 +161,7 @@ def test_both_of_every_pair_are_carried_out_in_turns(tmp_path, room):
         rate = {8: 100.0, 4: 200.0, 2: 150.0}.get(size, 1.0) * (1 + len(order) / 10_000)
         return {"status": "ok", "metrics": {"peak_memory_bytes": MIB, "samples_per_second": rate}}
 
-    search = found(tmp_path, made, "train.global_batch=16", "train.micro_batch=best")
+    search = fields(tmp_path, made, "train.global_batch=16", "train.micro_batch=best")
     assert size_of(search) == 4
     _, *pairs = "".join(map(str, order)).partition("8448")  # after the tries for memory
     assert "4224" in pairs[-1]
@@ -169,13 +169,13 @@ def test_both_of_every_pair_are_carried_out_in_turns(tmp_path, room):
 
 def test_a_try_without_a_throughput_is_no_slow_one(tmp_path, room):
     with pytest.raises(Broken, match=r"has no throughput; try train\.micro_batch=max"):
-        found(tmp_path, of_memory(lambda _: 1), "train.global_batch=16", "train.micro_batch=best")
+        fields(tmp_path, of_memory(lambda _: 1), "train.global_batch=16", "train.micro_batch=best")
 
 
 def test_what_earlier_tries_found_counts_for_the_same_ranks(tmp_path, room):
     made = of_memory(lambda size: 100 + size)
     for _ in range(2):
-        assert found(tmp_path, made, "train.global_batch=16", "train.micro_batch=max")["layout"]["micro_batch"] == 8
+        assert fields(tmp_path, made, "train.global_batch=16", "train.micro_batch=max")["layout"]["micro_batch"] == 8
     assert len([*tmp_path.glob("tries/*/record.json")]) == 4
     finder = idle(tmp_path, read(*TOY, "train.global_batch=16", "train.micro_batch=max"))
     assert finder.reuse(16) is None
@@ -183,17 +183,17 @@ def test_what_earlier_tries_found_counts_for_the_same_ranks(tmp_path, room):
 
 
 def test_ranks_of_a_job_go_on_with_what_its_script_has_found():
-    asked = read(*TOY, "train.micro_batch=max")
-    assert with_found_micro_batch(asked, made({"micro_batch": {"found": 4}})).train.micro_batch == 4
-    assert with_found_micro_batch(asked, made({"micro_batch": {"found": None}})) is asked
-    typed = asked.changed({"train.micro_batch": 2})
+    options = read(*TOY, "train.micro_batch=max")
+    assert with_found_micro_batch(options, made({"micro_batch": {"found": 4}})).train.micro_batch == 4
+    assert with_found_micro_batch(options, made({"micro_batch": {"found": None}})) is options
+    typed = options.changed({"train.micro_batch": 2})
     assert with_found_micro_batch(typed, made({"micro_batch": {"found": 4}})) is typed
 
 
 def of_job(directory: Path, *words: str) -> Shape:
     """The shape of a job of two nodes, and the record of its run as it was submitted."""
-    asked = read(*TOY, "cluster=slurm", "cluster.nodes=2", *words)
-    store.write_record(directory, record.begin(asked.resolved, directory, {}))
+    options = read(*TOY, "cluster=slurm", "cluster.nodes=2", *words)
+    store.write_record(directory, record.begin(options.resolved, directory, {}))
     return Shape(2, 2, 0, None)
 
 
@@ -218,8 +218,8 @@ def test_a_step_without_a_word_and_a_job_that_queues_again(tmp_path):
     written = store.load_record(tmp_path)
     assert (written["status"], written["error"]["type"]) == ("failed", "Broken")
     assert "failed: Gone: its step ended with exit status 3 and without a result" in written["error"]["message"]
-    asked = read(*TOY, "cluster=slurm", "cluster.requeue=true", "checkpoint.every_steps=2")
-    assert run_spec.specify(asked.changed(try_options(asked)), World(0, 2, 0, 2, "SLURM"))
+    options = read(*TOY, "cluster=slurm", "cluster.requeue=true", "checkpoint.every_steps=2")
+    assert run_spec.specify(options.changed(try_options(options)), World(0, 2, 0, 2, "SLURM"))
 
 
 @pytest.mark.parametrize(("device", "steps"), [("device=cpu", 3 + 16), ("virtual=v100", 3)])
@@ -230,12 +230,12 @@ def test_a_try_in_fp16_lasts_until_the_loss_scale_is_small_enough_for_a_step(dev
 
 @pytest.mark.ranks
 @pytest.mark.thorough
-@pytest.mark.parametrize("asked", ["max", "best"])
-def test_the_run_goes_on_with_what_was_found(tmp_path, asked):
-    carry_out(composed(*TOY, "train.global_batch=64", f"train.micro_batch={asked}"), tmp_path)
+@pytest.mark.parametrize("wanted", ["max", "best"])
+def test_the_run_goes_on_with_what_was_found(tmp_path, wanted):
+    carry_out(composed(*TOY, "train.global_batch=64", f"train.micro_batch={wanted}"), tmp_path)
     written = store.load_record(tmp_path)
     assert written["status"] == "ok", written["error"]
-    assert written["config"]["train"]["micro_batch"] == asked
-    assert written["micro_batch"]["asked"] == asked
+    assert written["config"]["train"]["micro_batch"] == wanted
+    assert written["micro_batch"]["asked"] == wanted
     assert written["layout"]["micro_batch"] == written["micro_batch"]["found"]
     assert written["steps"] == 4

@@ -113,8 +113,8 @@ def test_a_run_with_checkpoints_of_other_options_is_left_as_it_is(asked, tmp_pat
     for number in range(2):  # the second one is refused
         assert agenda.open(number) is None
     assert agenda.skipped == ["0_toy_ddp"] * 2
-    told = "has checkpoints of other options, optimizer.lr=0.1 (here 0.3); remove them, or start another sweep; skipped"
-    assert capsys.readouterr().err.splitlines()[0] == f"directory={tmp_path / '0_toy_ddp'}: {told}"
+    text = "has checkpoints of other options, optimizer.lr=0.1 (here 0.3); remove them, or start another sweep; skipped"
+    assert capsys.readouterr().err.splitlines()[0] == f"directory={tmp_path / '0_toy_ddp'}: {text}"
     assert store.load_record(tmp_path / "0_toy_ddp") == written
     shutil.rmtree(tmp_path / "0_toy_ddp" / "checkpoints")
     assert Agenda(tmp_path, others).open(0) is not None
@@ -128,8 +128,8 @@ def test_a_search_that_goes_on_tells_its_sweeper_the_same_of_what_has_ended_and_
         store.write_record(tmp_path / f"{number}_toy_ddp", written)
     agenda = Agenda(tmp_path, runs, searches=True)
     assert agenda.open(0) is None
-    told = Abridged("…, seed=0 (here 7), and the sweeper chooses other values now; start another …")
-    assert refusal_of(Agenda(tmp_path, others, searches=True).open, 0) == told
+    text = Abridged("…, seed=0 (here 7), and the sweeper chooses other values now; start another …")
+    assert refusal_of(Agenda(tmp_path, others, searches=True).open, 0) == text
     assert store.load_record(tmp_path / "0_toy_ddp")["status"] == "oom"
     assert agenda.open(1) is not None
     assert Agenda(tmp_path, others, searches=True).open(1) is not None  # which has not been told
@@ -158,13 +158,13 @@ class TestRepeats:
         return of
 
     def test_each_run_knows_its_block_and_has_a_directory_of_its_own(self, agenda, tmp_path):
-        found = agenda("parallel=ddp,fsdp", "repeat.runs=3")
-        names = [run.subdirectory for run in found.runs]
+        repeated = agenda("parallel=ddp,fsdp", "repeat.runs=3")
+        names = [run.subdirectory for run in repeated.runs]
         assert len(set(names)) == 6
         assert names[3].removeprefix("3") == names[0].removeprefix("0")  # ABBA
         assert names[2].removeprefix("2") == names[1].removeprefix("1")
         for number, name in enumerate(names):
-            found.open(number)
+            repeated.open(number)
             written = store.load_record(tmp_path / name)
             assert written["overrides"][-1] == f"repeat.block={number // 2}"
             assert written["config"]["repeat"]["block"] == number // 2
@@ -178,24 +178,24 @@ class TestRepeats:
         assert [by_block.runs[batch[0]].block for batch in by_block.batches()] == [0, 1, 2, 3]
 
     def test_the_blocks_that_are_over_are_counted(self, agenda, tmp_path, monkeypatch):
-        asked = []
-        monkeypatch.setattr(blocks.StoppingRule, "__call__", lambda _, where, blocks: asked.append(blocks) or True)
-        found = agenda("parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=4")
-        assert [found.is_settled(number) for number in (0, 2, 6)] == [True] * 3
-        assert asked == [0, 1, 3]
+        counts = []
+        monkeypatch.setattr(blocks.StoppingRule, "__call__", lambda _, where, blocks: counts.append(blocks) or True)
+        repeated = agenda("parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=4")
+        assert [repeated.is_settled(number) for number in (0, 2, 6)] == [True] * 3
+        assert counts == [0, 1, 3]
         assert not agenda("parallel=ddp,fsdp", "repeat.runs=4").is_settled(6)
-        assert not replace(found, only="6_toy_ddp").is_settled(6)  # the one that is meant
+        assert not replace(repeated, only="6_toy_ddp").is_settled(6)  # the one that is meant
 
     def test_refused_run_is_one_row_for_all_blocks(self, agenda, tmp_path):
-        found = agenda("train.global_batch=15,16", "repeat.runs=3")
-        assert sum(found.open(number) is not None for number in range(6)) == 3
+        repeated = agenda("train.global_batch=15,16", "repeat.runs=3")
+        assert sum(repeated.open(number) is not None for number in range(6)) == 3
         (row,) = store.read_results(tmp_path)
         assert (row.error.type, row.config["repeat"]["block"]) == ("ConfigError", 0)
         assert len(list(tmp_path.glob("*/record.json"))) == 4
 
     def test_a_block_that_was_typed_is_kept_and_typed_once_and_may_be_refused(self, agenda, tmp_path):
-        found = agenda("train.global_batch=15,16", "repeat.block=1")
-        assert [run.overrides.count("repeat.block=1") for run in found.runs] == [1, 1]
-        assert found.open(0) is None
+        repeated = agenda("train.global_batch=15,16", "repeat.block=1")
+        assert [run.overrides.count("repeat.block=1") for run in repeated.runs] == [1, 1]
+        assert repeated.open(0) is None
         (row,) = store.read_results(tmp_path)
         assert (row.status, row.config["repeat"]["block"]) == ("failed", 1)

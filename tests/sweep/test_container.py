@@ -26,7 +26,7 @@ def defaults() -> Container:
     return read("cluster=slurm").cluster.container  # type: ignore[attr-defined]
 
 
-def asked(**options: Any) -> Container:
+def container(**options: Any) -> Container:
     """``conf/cluster/slurm.yaml`` with an image, and some options changed."""
     return replace(defaults(), **{"image": "/images/a.sqsh"} | options)
 
@@ -43,7 +43,7 @@ def inside(image: str) -> list[str]:
 
 class TestEnter:
     def test_pyxis_takes_flags_of_srun(self):
-        step = entered(asked(mounts=["/data:/mnt/data:ro"], workdir="/mnt", args=["--no-container-mount-home"]))
+        step = entered(container(mounts=["/data:/mnt/data:ro"], workdir="/mnt", args=["--no-container-mount-home"]))
         assert step.command == inside("/images/a.sqsh")
         assert step.flags == [
             "--unbuffered", "--container-image=/images/a.sqsh",
@@ -53,16 +53,16 @@ class TestEnter:
 
     @pytest.mark.parametrize(("shape", "gpus"), [(ON_GPUS, ["--nv"]), (ON_CPUS, [])])
     def test_apptainer_runs_the_command(self, shape, gpus):
-        step = entered(asked(kind="apptainer", image="a.sif", workdir="/mnt", args=["--cleanenv"]), shape)
+        step = entered(container(kind="apptainer", image="a.sif", workdir="/mnt", args=["--cleanenv"]), shape)
         outer = ["apptainer", "exec", *gpus, "--bind=/work:/work", "--pwd=/mnt", "--cleanenv", "a.sif"]
         assert step == Step([*outer, *inside("a.sif")], ["--unbuffered"])
 
     def test_without_an_image_nothing_changes_and_an_installed_ptdbench_is_mounted_alone(self, monkeypatch, tmp_path):
-        assert entered(asked(image=None)) is STEP
+        assert entered(container(image=None)) is STEP
         # The other packages of the machine are not those of the image.
         package = tmp_path / "site-packages" / "ptdbench"
         monkeypatch.setattr(resources, "PACKAGE", package)
-        step = entered(asked())
+        step = entered(container())
         assert f"{package}:/opt/ptdbench/ptdbench" in step.flags[2]
         assert step.command[2] == "PYTHONPATH=/opt/ptdbench"
 
@@ -81,8 +81,8 @@ class TestFolders:
 
     def test_what_runs_use(self, read, tmp_path):
         of_user = tmp_path.parent / f"{tmp_path.name}-cache" / "ptdbench"
-        found = mounted_folders(read(), Path("/sweeps/today"))
-        assert set(found) == {ROOT, tmp_path, of_user, Path("/sweeps/today")}
+        mounted = mounted_folders(read(), Path("/sweeps/today"))
+        assert set(mounted) == {ROOT, tmp_path, of_user, Path("/sweeps/today")}
         assert of_user.is_dir()  # what is mounted must exist
         assert tmp_path / "outputs" / "x" not in mounted_folders(read(), tmp_path / "outputs" / "x")  # with tmp_path
         assert mounted_folders(read("cluster.container.image=null"), Path("/sweeps/today")) == []
@@ -99,17 +99,17 @@ class TestFolders:
 
 
 class TestRefused:
-    def told(self, srun: str, **options: Any) -> list[str]:
-        return [str(problem) for problem in resources.check_container(asked(**options), lambda: srun)]
+    def problems(self, srun: str, **options: Any) -> list[str]:
+        return [str(problem) for problem in resources.check_container(container(**options), lambda: srun)]
 
     def test_pyxis_that_is_not_there(self):
         rule = "cluster.container.kind=pyxis: is a plugin of SLURM, which srun does not have here; try apptainer"
-        assert self.told(PLAIN) == [rule]
-        assert self.told(PYXIS) == []
+        assert self.problems(PLAIN) == [rule]
+        assert self.problems(PYXIS) == []
 
-        assert self.told("", image=None, mounts=["data"]) == []  # nothing is asked without an image
+        assert self.problems("", image=None, mounts=["data"]) == []  # nothing is asked without an image
 
     @pytest.mark.parametrize("mount", ["data", "/data:mnt", "data:/mnt:ro"])
     def test_mounts_that_are_no_paths(self, mount):
         rule = "must be a path, or HOST:CONTAINER[:ro]; give absolute paths"
-        assert self.told(PYXIS, mounts=[mount]) == [f"cluster.container.mounts={mount}: {rule}"]
+        assert self.problems(PYXIS, mounts=[mount]) == [f"cluster.container.mounts={mount}: {rule}"]
