@@ -22,8 +22,8 @@ class Rectified(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         if self.training:
             self.num_batches_tracked.add_(1)
-        running, own = (self.running_mean, self.running_var), (self.weight, self.bias)
-        return F.batch_norm(input, *running, *own, self.training, self.momentum, self.eps).relu()
+        running, affine = (self.running_mean, self.running_var), (self.weight, self.bias)
+        return F.batch_norm(input, *running, *affine, self.training, self.momentum, self.eps).relu()
 
 
 class Doubled(nn.BatchNorm2d):

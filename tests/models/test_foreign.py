@@ -99,14 +99,14 @@ def test_a_module_may_bring_its_loss(kind):
     torch.testing.assert_close(model(inputs, classes), expected)
 
 
-@pytest.mark.parametrize(("returned", "told"), [
+@pytest.mark.parametrize(("returned", "kind_of_loss"), [
     (lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none"), r"a tensor of shape \(8,\)"),
     (lambda outputs, _: {"cost": outputs.mean()}, "dict"),
     (lambda outputs, _: SimpleNamespace(loss=None, logits=outputs), "SimpleNamespace"),
 ])  # fmt: skip
-def test_invalid_losses_are_named(returned, told):
+def test_invalid_losses_are_named(returned, kind_of_loss):
     kind = variant(lambda self, x, targets=None: returned(Plain.forward(self, x), targets))
-    rule = rf"^Assembled\.forward\(inputs, targets\) must return the mean loss, .*, but returns {told}$"
+    rule = rf"^Assembled\.forward\(inputs, targets\) must return the mean loss, .*, but returns {kind_of_loss}$"
     with pytest.raises(TypeError, match=rule):
         adapt(kind(), example)(*batch())
 
@@ -276,16 +276,16 @@ def test_flops_of_grouped_products(first, second, flops):
 MIXED = SimpleNamespace(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
 
 
-@pytest.mark.parametrize(("told", "window"), [
+@pytest.mark.parametrize(("attributes", "window"), [
     ({"is_sliding": False}, None), ({"is_sliding": True}, 4),  # Exaone4
     ({"config": MIXED, "layer_idx": 1}, None), ({"config": MIXED, "layer_idx": 0}, 4),  # Qwen2-MoE
     ({"config": MIXED}, 4), ({"config": SimpleNamespace(layer_types=["full_attention"]), "layer_idx": 0}, 4),
 ])  # fmt: skip
-def test_window_counts_where_used(told, window):
+def test_window_counts_where_used(attributes, window):
     module = Attends(window=4)
-    vars(module.attention).update(told)
+    vars(module.attention).update(attributes)
     assert flops_of(module) == flops_of(Attends(window=window))
-    if told.get("config") is MIXED:
+    if attributes.get("config") is MIXED:
         del module.attention.sliding_window
         assert flops_of(module) == flops_of(Attends(window=window))
 

@@ -50,11 +50,11 @@ def test_what_cannot_be_split_says_why():
     assert model.undivided == Abridged("tp_plan[blocks.*.fc1]=packed_colwise: is not a split that …")
 
 
-@pytest.mark.parametrize(("plan", "told"), [
+@pytest.mark.parametrize(("plan", "refusal"), [
     ({"blocks.*.fc3": "colwise"}, "tp_plan[blocks.*.fc3]=colwise: names no module; try blocks.*.fc…"),
     ({"head.weight": "colwise"}, "tp_plan[head.weight]=colwise: names a weight…"),
     ({"blocks.*.fc1": "mla_kv_a_proj"}, "tp_plan[blocks.*.fc1]=mla_kv_a_proj: is not a split …; try colwise, …"),
     ({"blocks.*.norm1": "rowwise"}, "….norm1]=rowwise: blocks.0.norm1 is of class LayerNorm, which …"),
 ])  # fmt: skip
-def test_plans_that_do_not_fit_are_refused(plan, told):
-    assert refusal_of(plans.expand, users.Tokens(), plan) == Abridged(told)
+def test_plans_that_do_not_fit_are_refused(plan, refusal):
+    assert refusal_of(plans.expand, users.Tokens(), plan) == Abridged(refusal)

@@ -286,7 +286,7 @@ def test_faults_are_seen(monkeypatch):
     assert not torch.equal(arrived, expected)
     of_stage = stages.Replay.__init__
     monkeypatch.setattr(
-        stages.Replay, "__init__", lambda self, *given: of_stage(self, *given[:3], given[3][::-1], *given[4:])
+        stages.Replay, "__init__", lambda self, *values: of_stage(self, *values[:3], values[3][::-1], *values[4:])
     )
     assert adapt(Translator(), words).parts() is None
 

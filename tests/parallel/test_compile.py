@@ -150,8 +150,8 @@ def test_each_run_compiles_its_batch_size_and_endless_shapes_fail(graphs):
         compiled(nn_chain(4, 4))(torch.ones(batch, 4))
     assert len(graphs) == 10
     for graph in graphs:
-        given = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-        assert all(isinstance(size, int) for value in given for size in value.shape)
+        placeholders = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        assert all(isinstance(size, int) for value in placeholders for size in value.shape)
     model = compiled(nn_chain(4, 5, 4))  # two kinds of layer
     rule = "compile=layers: the forward of Linear needs more than 16 compilations; try false, or samples of equal"
     for batch in range(1, 9):

@@ -54,8 +54,8 @@ def split(*values: Any) -> Any:
     ({**PDP, "schedule": "looped_bfs"}, "stages_per_rank", 1, "… at least 2 under looped_bfs; try auto, or …=1f1b"),
 ])  # fmt: skip
 def test_options_refused(options, name, value, rule):
-    said = refused(lambda: Strategy(**options, **{name: value}))
-    assert said == Abridged(f"{name}={as_typed(value)}: {rule}")
+    refusal = refused(lambda: Strategy(**options, **{name: value}))
+    assert refusal == Abridged(f"{name}={as_typed(value)}: {rule}")
 
 
 def test_options_are_accepted_iff_effective():
@@ -94,8 +94,8 @@ def test_context_with_fsdp_accumulates_whole_gradients():
            ("auto", (1,), "a train.global_batch of at least 2"))),
     *(({**PDP, "pipeline": 4}, ranks, (batch,), f"microbatches={count}: … stages, 4, …global_batch of at least "
        f"{ranks}, or parallel.schedule=gpipe") for ranks, batch, count in ((4, 3, 3), (8, 2, 1))),
-    *(split({**PDP, "schedule": "dualpipev", "microbatches": count}, 2, (batch,), f"microbatches={told}: … stages, "
-            f"4, under dualpipev; try {remedy}, or …") for count, batch, told, remedy in (
+    *(split({**PDP, "schedule": "dualpipev", "microbatches": count}, 2, (batch,), f"microbatches={value}: … stages, "
+            f"4, under dualpipev; try {remedy}, or …") for count, batch, value, remedy in (
                 (2, 16, 2, "auto"), ("auto", 3, 3, "a train.global_batch of at least 4"))),
     ({**INTERLEAVED, "microbatches": 5}, 2, (10,), "microbatches=5: must be a multiple of 2 … try auto, or …"),
     *(split({**degrees, "pipeline": 2, "schedule": "zbv"}, ranks, (16,),

@@ -88,9 +88,9 @@ def test_added_degree_divides_its_share():
     assert dims.copies == 4
 
 
-@pytest.mark.parametrize(("asked", "derived"), [(1, 1), (2, 2), (4, 4), ("auto", 4)])
-def test_regrouping_degree_takes_no_ranks(asked, derived):
-    dims = with_two_more(8, replicate=2, shard="auto", tensor=2, expert=asked)
+@pytest.mark.parametrize(("requested", "derived"), [(1, 1), (2, 2), (4, 4), ("auto", 4)])
+def test_regrouping_degree_takes_no_ranks(requested, derived):
+    dims = with_two_more(8, replicate=2, shard="auto", tensor=2, expert=requested)
     assert (dims.expert, dims.shard, dims.world_size, dims.batch) == (derived, 2, 8, 4)
 
 

@@ -123,7 +123,7 @@ FAULTS: Faults = {
     "gradients summed, not averaged, over replicas": (after(apply, "replicate", added_up), "replicas"),
     "gradients of all but the last micro-batch dropped": (after(apply, "replicate", last_alone), "replicas"),
     "gradients summed, not averaged, over micro-batches": (
-        of(Accumulating, "gradients", lambda *given: _gradients(*given[:-1], lambda loss: 2 * given[-1](loss))),
+        of(Accumulating, "gradients", lambda *values: _gradients(*values[:-1], lambda loss: 2 * values[-1](loss))),
         "replicas"),
     "gradients of the previous step not cleared": (of(torch.optim.SGD, "zero_grad", lambda _: None), "replicas"),
     "every replica trains on the same samples": (
@@ -134,7 +134,7 @@ FAULTS: Faults = {
     "gradient norm of the local shards only": (
         of(engine, "norm_of", lambda weights: get_total_norm([it.grad.to_local() for it in weights])), "shards"),
     "weights drawn from a seed per rank": (
-        of(apply, "materialize", lambda *given, **options: _materialize(*given, **options | {"seed": dist.get_rank()})),
+        of(apply, "materialize", lambda *values, **named: _materialize(*values, **named | {"seed": dist.get_rank()})),
         "shards"),
     "HSDP gradients not all-reduced between replicas": (
         after(fsdp, "fully_shard", of_each(lambda it: it.set_requires_all_reduce(False))), "shards in replicas"),
@@ -167,7 +167,7 @@ FAULTS: Faults = {
     "gradient norm of the local stage only": (
         of(pipelined.Pipelined, "gradient_norm", lambda self: engine.norm_of(self.module.parameters())), "pipeline"),
     "gradients summed, not averaged, over a pipeline's micro-batches": (
-        of(pipelined.Pipelined, "_share_of_loss", lambda it, *given: _share(it, *given) * it._layout.microbatches),
+        of(pipelined.Pipelined, "_share_of_loss", lambda it, *values: _share(it, *values) * it._layout.microbatches),
         "pipeline"),
 }  # fmt: skip
 

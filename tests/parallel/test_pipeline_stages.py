@@ -86,7 +86,7 @@ def test_a_cut_says_which_rank_has_what_and_what_repeats_nowhere():
     assert unrepeated == [["conv1", "bn1"], [], ["fc"]]
 
 
-@pytest.mark.parametrize(("costs", "ranks", "said"), [
+@pytest.mark.parametrize(("costs", "ranks", "reason"), [
     ([97, 3], [0, 1], "stages 97 : 3 of the FLOPs, as 0 alone has 97%: at most 1.03"),
     ([0, 10, 0, 0, 90], [0, 1], "stages 10 : 90 of the FLOPs, as 4 alone has 90%: at most 1.11"),
     ([5, 70, 5, 6, 6, 8], [0, 1, 0, 1], "stages 16 : 84 of the FLOPs, as 1 alone has 70%: at most 1.19"),
@@ -94,14 +94,14 @@ def test_a_cut_says_which_rank_has_what_and_what_repeats_nowhere():
     ([3, 3, 3], [0, 1], "stages 33 : 67 of the FLOPs, as the model has only 2 places to split it: at most 1.50"),
     ([31, 23, 23, 23], [0, 1, 2, 3], None),  # 1.24 times the mean of four
 ])  # fmt: skip
-def test_imbalance_is_reported(costs, ranks, said):
+def test_imbalance_is_reported(costs, ranks, reason):
     parts = {str(number): nn.Linear(1, 1) for number in range(len(costs))}
     model: Any = SimpleNamespace(
         parts=lambda: parts, layers=list, train_flops=lambda: {str(number): cost for number, cost in enumerate(costs)}
     )
     remark = stages.imbalance(model, stages.split_stages(model, ranks))
-    remedy = "parts() with shorter ones" if said and "places" in said else "fewer stages"
-    assert remark == (said and f"{said} times as fast as one rank; try {remedy}, or parallel=fsdp")
+    remedy = "parts() with shorter ones" if reason and "places" in reason else "fewer stages"
+    assert remark == (reason and f"{reason} times as fast as one rank; try {remedy}, or parallel=fsdp")
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("toy", [2]), ("gpt_tiny", [2, 4]), ("resnet18", [2, 4])])

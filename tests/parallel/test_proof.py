@@ -81,7 +81,7 @@ def cut_twice(model):
 
 
 @pytest.mark.parametrize(
-    ("plan", "fault", "told"),
+    ("plan", "fault", "difference"),
     [
         # What a whole norm passes on is whole: its gradients would be summed once too often.
         (
@@ -94,8 +94,8 @@ def cut_twice(model):
         (TIED, {"change": cut_twice}, "the gradient of module.embed.weight …"),
     ],
 )
-def test_faults_are_seen(plan, fault, told):
-    assert proven(plan, **fault) == Abridged(told)
+def test_faults_are_seen(plan, fault, difference):
+    assert proven(plan, **fault) == Abridged(difference)
     assert dist.is_initialized() is False
 
 
