@@ -175,7 +175,7 @@ class TestFigures:
         report.get_by_role("button", name="tp", exact=True).first.click()
         assert EVIL in report.inner_text("#failed")
         assert EVIL in report.inner_text("tr.detail")
-        assert report.title() == "gpt_tiny, toy: sweep"
+        assert report.title() == "gpt_tiny and toy: sweep"
         assert report.evaluate("() => document.documentElement.scrollWidth") <= 1300
 
     def test_a_narrow_window_has_room_for_legends(self, opened, show, sweep):
