@@ -178,7 +178,6 @@ def _without_profiler(of_rank: PhaseTimes, step_seconds: float) -> PhaseTimes:
 
 
 def _bubble(job: Job) -> float | None:
-    """Return the bubble by the schedule's formula; ``None`` without a pipeline."""
     layout, strategy = job.training.layout, job.training.strategy
     if layout.dims.pipeline == 1:
         return None
