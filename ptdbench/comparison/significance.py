@@ -310,10 +310,7 @@ def _caution(freedom: float) -> float:
 
 
 def _detectable(error: float, freedom: float, level: float) -> float:
-    """Return the smallest difference, as a share, that a two-sided t test detects with probability :data:`POWER`.
-
-    By the noncentral t distribution; its parameter is the true difference over the standard error.
-    """
+    """By the noncentral t distribution, whose parameter is the true difference over the standard error."""
     from scipy import special
 
     critical = _quantile(freedom, 1 - level / 2)

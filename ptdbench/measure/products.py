@@ -147,8 +147,6 @@ def _verify(a: Tensor, b: Tensor, out: Tensor, dtype: str, shape: ProductShape) 
 
 
 class _OfRank(NamedTuple):
-    """What one rank measured."""
-
     rates: RankProducts
     keys: Mapping[str, Key]  #: Of its device, by dtype.
 

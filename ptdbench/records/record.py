@@ -35,10 +35,7 @@ def begin(
     overrides: Sequence[str] | None = None,
     owner: Owner | None = None,
 ) -> Draft:
-    """Return the record of a run before its start: its status is ``failed``, in case nothing can be written later.
-
-    It is written before the ranks start, so that every run directory has a record, even if all processes are killed
-    at once.
+    """Return the record of a run before its start: its status is ``failed``, in case all processes are killed at once.
 
     The ``config`` is the resolved one, ``environment`` versions and hardware, ``overrides`` those typed for the run,
     ``None`` if unknown, and ``owner`` the process that starts the run, ``None`` if it is not started yet.

@@ -86,17 +86,13 @@ def column(content: Iterable[np.ndarray], name: str) -> np.ndarray:
 
     ``slowest_seconds`` are the seconds of each step's slowest rank. Ranks absent from a step are NaN.
     """
-    parts = [slowest(rows) if name == "slowest_seconds" else rows[name] for rows in content]
+    is_slowest = name == "slowest_seconds"
+    parts = [np.fmax.reduce(rows["step_seconds"], axis=1) if is_slowest else rows[name] for rows in content]
     if name == "step_seconds":
         ranks = max((part.shape[1] for part in parts), default=0)
         parts = [np.pad(part, ((0, 0), (0, ranks - part.shape[1])), constant_values=np.nan) for part in parts]
         return np.concatenate([np.empty((0, ranks)), *parts])
     return np.concatenate([np.empty(0), *parts])
-
-
-def slowest(rows: np.ndarray) -> np.ndarray:
-    """Return the seconds of each step on its slowest rank, ``[steps]``."""
-    return np.fmax.reduce(rows["step_seconds"], axis=1)
 
 
 def _dtype(ranks: int) -> np.dtype:

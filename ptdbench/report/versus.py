@@ -215,7 +215,6 @@ def gate(comparison: Versus, threshold: float) -> list[str]:
 
 
 def _outcome(pair: Pair, threshold: float | None) -> int:
-    """Return the exit status for one pair, see :func:`status`."""
     is_slower = pair.verdict == "slower" and pair.difference and 1 - pair.difference.ratio >= (threshold or 0.0)
     if pair.verdict in _FAILING or is_slower or (threshold is not None and pair.losses):
         return 1

@@ -105,7 +105,7 @@ class Evaluator:
         return total(sums.cpu())  # exact: a block is zero on all ranks but one
 
     def _evaluate_block(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Return a block's three sums on a rank that owns the loss, else ``None``."""
+        """Return a block's three sums; ``None`` on a rank without the loss."""
         engine = self._loop.engine
         outputs = engine.outputs(inputs) if self._classifies else None  # a language model's may not fit in memory
         if self._loss is None:

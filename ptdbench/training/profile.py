@@ -49,7 +49,7 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[s
     ``parts``: each pipeline stage's parts outside the repeated layers.
     """
     timed: float | None = gather(metrics and metrics.step_seconds and metrics.step_seconds.mean)[0]
-    steps = max(1, int(min(job.spec.config.profile.steps, MOST_SECONDS / timed if timed else math.inf)))
+    steps = _count(job.spec.config.profile.steps, timed)
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         recording = run(job, loop, steps)
         with job.watchdog.paused():
@@ -77,6 +77,10 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[s
 def reason_of_any(result: object) -> str | None:
     """Return the reason of any rank whose result is a text instead; called in all ranks, with the same answer."""
     return next(filter(None, gather(result if isinstance(result, str) else None)), None)
+
+
+def _count(steps: int, timed: float | None) -> int:
+    return max(1, int(min(steps, MOST_SECONDS / timed if timed else math.inf)))
 
 
 def run(
@@ -174,7 +178,6 @@ def _without_profiler(of_rank: PhaseTimes, step_seconds: float) -> PhaseTimes:
 
 
 def _bubble(job: Job) -> float | None:
-    """Return the bubble by the schedule's formula; ``None`` without a pipeline."""
     layout, strategy = job.training.layout, job.training.strategy
     if layout.dims.pipeline == 1:
         return None

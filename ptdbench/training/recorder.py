@@ -217,7 +217,6 @@ _TIMELESS = ("train.steps", "train.max_minutes", "eval.every", "checkpoint.every
 
 
 def _layout(job: Job) -> SegmentLayout:
-    """Return what must be equal for step times to be comparable."""
     return SegmentLayout(
         parallel=job.spec.config.resolved["parallel"],
         launcher=job.world.launcher,

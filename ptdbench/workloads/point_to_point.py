@@ -108,7 +108,6 @@ def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size
 
 
 def _verify_one_way(data: Tensor, source: int, target: int, rank: int) -> None:
-    """Send a test pattern once and check it on receipt."""
     expected = sent(source, data.numel(), DTYPES["uint8"], data.device)
     if rank == source:
         dist.send(expected, target)
