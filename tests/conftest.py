@@ -174,6 +174,11 @@ def pytest_configure(config: pytest.Config) -> None:
     parent = os.environ["XDG_CACHE_HOME"] if hasattr(config, "workerinput") else None
     folder = tempfile.mkdtemp(prefix="ptdbench-cache-", dir=parent)
     os.environ["XDG_CACHE_HOME"] = folder
+    if parent:  # one of them compiles the library of virtual GPUs for all
+        library = Path(parent, "ptdbench", "virtual")
+        library.mkdir(parents=True, exist_ok=True)
+        Path(folder, "ptdbench").mkdir()
+        Path(folder, "ptdbench", "virtual").symlink_to(library)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 

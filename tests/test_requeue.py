@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+from ptdbench.records import store
 from tests.conftest import record_of
 from tests.forked import train_py
 from tests.launch.patient import patient
@@ -33,7 +34,8 @@ def test_signal_before_the_time_limit_requeues_and_resumes(tmp_path, slurm):
     assert 100 <= taken < 1000
     waits.unlink()
     ask("scontrol", "update", f"jobid={job}", "StartTime=now")  # SLURM would let it wait for two minutes
-    finished = until(lambda: (found := record_of(directory))["status"] == "ok" and found)
+    until(lambda: store.load_record(directory)["status"] == "ok")
+    finished = record_of(directory)
     assert len(finished["losses"]) == 1000
     assert finished["losses"][:taken] == waiting["losses"]
     assert [one["steps"] for one in finished["segments"]] == [taken, 1000 - taken]
