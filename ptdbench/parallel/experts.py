@@ -197,7 +197,8 @@ class Routing:
         """
         if not (self._loads and self._routers):
             return None
-        loads = torch.tensor(self._loads, device=next(iter(self._totals.values())).device)
+        device = next(iter(self._totals.values())).device
+        loads = torch.tensor(self._loads, dtype=torch.float64, device=device)
         largest = self._over_ranks(loads.clone(), dist.ReduceOp.MAX)
         return float((largest * self._ranks / self._over_ranks(loads)).mean())
 
