@@ -1,4 +1,7 @@
-"""Measured runs on GPUs, cached for plans of such GPUs; and what a plan predicted of a run that is measured later."""
+"""Measured runs on GPUs, cached for plans of such GPUs; and what a plan predicted of a run that is measured later.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import Any
 from msgspec import to_builtins
 
 from ptdbench.files import from_cache, latest_in_cache, strict, to_cache
-from ptdbench.planning.tries import try_options
 from ptdbench.records.effects import affects
 from ptdbench.records.run_record import RunRecord
 from ptdbench.setup.config import of_record
@@ -20,8 +22,8 @@ _PREDICTIONS, _RUNS = "predictions", "measured"
 #: Maximum number of cached runs.
 _MOST = 100
 
-#: Groups and options of a configuration that say where a step runs; its ranks and their device are parts of the key.
-_PLACE = ("cluster", "virtual", "device", "memory_reserve", "timeout_minutes")
+#: Options that do not affect a step, besides those that affect nothing; its ranks and device are parts of the key.
+_APART = ("cluster", "virtual", "device", "memory_reserve", "timeout_minutes", "eval", "checkpoint", "profile")
 
 
 def keep(run: RunRecord) -> None:
@@ -58,9 +60,9 @@ def _key(run: RunRecord) -> dict[str, Any] | None:
     devices = {name.removeprefix("virtual ") for name in run.environment.devices or ()}
     if len(devices) != 1 or not run.layout.micro_batch or len(run.nodes) > 1:
         return None
-    config = of_record(run.written)
-    batch = {"train.global_batch": run.global_batch, "train.micro_batch": run.layout.micro_batch, "train.steps": 1}
-    options = config.changed({**try_options(config), **batch}).resolved
-    kept = {name: value for name, value in options.items() if name not in _PLACE and not affects(name, "nothing")}
+    same = {"steps": 1, "warmup_steps": 0, "max_minutes": None, "global_batch": run.global_batch,
+            "micro_batch": run.layout.micro_batch}  # fmt: skip
+    options = of_record(run.written).changed({f"train.{name}": value for name, value in same.items()}).resolved
+    kept = {name: value for name, value in options.items() if name not in _APART and not affects(name, "nothing")}
     place = {"ranks": run.world_size, "device": devices.pop(), "torch": run.environment.torch}
     return {"config": strict(kept, str), **place}
