@@ -22,7 +22,7 @@ from ptdbench.records import ledger, store
 from ptdbench.records.record import DONE
 from ptdbench.records.run_record import RunRecord
 from ptdbench.run import launched
-from ptdbench.setup import commandline, compose, hydra_side, resume
+from ptdbench.setup import commandline, compose, hydra_interface, resume
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.runs import Run, Shape
 from ptdbench.terminal import echo, plural, transient
@@ -83,7 +83,7 @@ def execute(arguments: argparse.Namespace) -> Ended:
     """
     source = compose.source(arguments)
     if arguments.hydra_help or arguments.shell_completion or (arguments.help and not arguments.overrides):
-        return hydra_side.shown_by_hydra(arguments, source), None
+        return hydra_interface.shown_by_hydra(arguments, source), None
     search_path.add_current()
     world = discover(os.environ)
     shows = arguments.cfg or arguments.help or arguments.info
@@ -95,11 +95,11 @@ def execute(arguments: argparse.Namespace) -> Ended:
     resume.check_targets(words, composed.configs)
     if shows:
         if arguments.cfg:
-            return hydra_side.show_configs(arguments, composed), None
-        return hydra_side.shown_by_hydra(arguments, source), None
+            return hydra_interface.show_configs(arguments, composed), None
+        return hydra_interface.shown_by_hydra(arguments, source), None
     from ptdbench.sweep import blocks
 
-    hydra_side.check(composed, world, line.goes_on)
+    hydra_interface.check(composed, world, line.goes_on)
     blocks.check(composed, line.goes_on)
     cluster = composed.configs[0].cluster  # the same for all jobs, except for their shape
     return _on_cluster(composed, cluster, line) if isinstance(cluster, Slurm) else _locally(composed, world, line)
@@ -220,7 +220,7 @@ def _locally(composed: compose.Composed, world: World | None, line: resume.Line)
         runs = requests.specified(composed, world, line.goes_on)
     if line.goes_on and not composed.is_sweep and runs[0].summary:
         run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
-    directory = hydra_side.claim(composed, line.goes_on)
+    directory = hydra_interface.claim(composed, line.goes_on)
     agenda = Agenda.of(composed, runs, directory, line.only)
     try:
         _execute(composed, agenda)
@@ -245,7 +245,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     if cluster.submit == "test":
         return submission.show_test_only(missing, options), None
     submission.require_accepted(missing, options)
-    directory = hydra_side.claim(composed, line.goes_on).resolve()  # a job may start elsewhere
+    directory = hydra_interface.claim(composed, line.goes_on).resolve()  # a job may start elsewhere
     queued = _queued(directory, line)
     agenda = Agenda.of(composed, runs, directory, line.only, queued)
     if queued:
@@ -294,7 +294,7 @@ def _execute(composed: compose.Composed, agenda: Agenda) -> None:
     try:
         if composed.is_sweep:  # as it was typed, so that it can be resumed
             with composed.source.open():
-                hydra_side.write_multirun(composed.sweep(), agenda.directory)
+                hydra_interface.write_multirun(composed.sweep(), agenda.directory)
         (execution.search if composed.searches else execution.run_all)(agenda, composed)
     except OSError as error:
         rule = f"{error.filename or 'what belongs there'} cannot be written: {error.strerror or error}"

@@ -15,6 +15,6 @@ def add_options(parser: argparse.ArgumentParser, lists: str) -> None:
 
 
 def _complete(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    from ptdbench.setup import hydra_side  # Hydra takes a second to import
+    from ptdbench.setup import hydra_interface  # Hydra takes a second to import
 
-    return hydra_side.completions(prefix, parsed_args)
+    return hydra_interface.completions(prefix, parsed_args)

@@ -32,7 +32,7 @@ from ptdbench.problems import ConfigError, ErrorCollector, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import affects
 from ptdbench.records.run_record import typed
-from ptdbench.setup import choices, commandline, compose, hydra_side, runs
+from ptdbench.setup import choices, commandline, compose, hydra_interface, runs
 from ptdbench.setup.compose import Composed, Source
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.terminal import echo, plural
@@ -86,7 +86,7 @@ def composed(overrides: Sequence[str], source: Source | None = None) -> Composed
         problems.catch(choices.virtual, config)
     problems.close()
     require(
-        *hydra_side.unresolved(result),
+        *hydra_interface.unresolved(result),
         Problem(commandline.SWEEPER, result.sweeper, "a plan needs fixed layouts, not a search", "give lists of values")
         if result.searches
         else None,
@@ -138,7 +138,7 @@ def make(
         if cached is None
     ]
     planned_before, earlier = earlier[: len(anchored)], earlier[len(anchored) :]
-    directory = hydra_side.claim(of, None)
+    directory = hydra_interface.claim(of, None)
     records, stopped, fastest = [], None, (0.0, "")
     try:
         with closing(_paced(uncached, prepare, execute)) as made:

@@ -16,7 +16,7 @@ from ptdbench.setup import runs
 from ptdbench.setup.commandline import SWEEPER
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Repeat
-from ptdbench.setup.hydra_side import undecided
+from ptdbench.setup.hydra_interface import undecided
 from ptdbench.terminal import command, echo, plural
 
 

@@ -36,7 +36,7 @@ from ptdbench.report.display import Heading, headed
 from ptdbench.report.labels import titles
 from ptdbench.report.remarks import reason
 from ptdbench.run import launched
-from ptdbench.setup import hydra_side, run_spec
+from ptdbench.setup import hydra_interface, run_spec
 from ptdbench.setup import runs as setup_runs
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, quoted
 from ptdbench.setup.compose import Composed
@@ -114,7 +114,7 @@ class Agenda:
             if run.summary:
                 run_spec.require_same_shape(self.place(run), run.summary, run.config.general.reshape)
             self._write(run)
-            hydra_side.write_files(run, self.place(run), self.directory if self.is_sweep else None)
+            hydra_interface.write_files(run, self.place(run), self.directory if self.is_sweep else None)
         except ConfigError as held:
             if self.searches or not self.is_sweep:  # the next runs depend on this one
                 raise

@@ -21,7 +21,7 @@ from ptdbench.records import failure, ledger, store
 from ptdbench.records.effects import leaves
 from ptdbench.records.run_record import NOT_SUBMITTED
 from ptdbench.setup.config import Slurm
-from ptdbench.setup.hydra_side import LAUNCHER_OPTIONS
+from ptdbench.setup.hydra_interface import LAUNCHER_OPTIONS
 from ptdbench.setup.runs import Run, Shape
 from ptdbench.sweep import resources, status
 from ptdbench.sweep.resources import Step, in_container, mounted_folders, outermost

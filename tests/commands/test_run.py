@@ -13,7 +13,7 @@ from ptdbench import entry
 from ptdbench.launch.world import World
 from ptdbench.records import ownership, record, store
 from ptdbench.run import ranks
-from ptdbench.setup import config, hydra_side, resume, runs
+from ptdbench.setup import config, hydra_interface, resume, runs
 from ptdbench.setup.compose import compose_all
 from tests.programs import call
 from tests.refusals import refusal_of
@@ -28,7 +28,7 @@ def begun(directory: Path, *overrides: str, **fields: object) -> Path:
     draft = record.begin(composed.configs[0].resolved, directory, {}, composed.typed)
     (run,) = runs.of(composed)
     store.write_record(directory, draft | {"variables": dict(run.environment)} | fields)
-    hydra_side.write_files(run, directory, None)
+    hydra_interface.write_files(run, directory, None)
     return directory
 
 

@@ -1,4 +1,4 @@
-"""Hydra's side of a command line: its own options, what it prints and completes, its files and their directory."""
+"""The interface to Hydra: its own options, what it prints and completes, its files and their directory."""
 
 import argparse
 import io

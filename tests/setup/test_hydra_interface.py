@@ -12,7 +12,7 @@ from ptdbench.launch.world import World
 from ptdbench.planning import plans
 from ptdbench.problems import ConfigError
 from ptdbench.records import store
-from ptdbench.setup import hydra_side, resume, runs
+from ptdbench.setup import hydra_interface, resume, runs
 from ptdbench.setup.compose import Source, compose_all
 from tests.conftest import ROOT
 from tests.refusals import Abridged, refusal_of
@@ -22,7 +22,7 @@ CONF = ROOT / "conf"
 
 def refused(*overrides: str, world: World | None = None, goes_on: Path | None = None) -> str:
     composed = compose_all(["model=toy", *overrides])
-    return refusal_of(hydra_side.check, composed, world, goes_on)
+    return refusal_of(hydra_interface.check, composed, world, goes_on)
 
 
 #: What is typed and would do nothing, and the whole answer.
@@ -56,9 +56,9 @@ def test_directories_of_runs_and_sweeps_and_defaults_that_are_typed():
     told = "hydra.run.dir=x: is for single runs, and this is a sweep; try hydra.sweep.dir=x"
     assert refused("hydra.run.dir=x", "hydra.mode=MULTIRUN") == told
     composed = compose_all(["model=toy", "hydra.run.dir=x", "hydra.mode=MULTIRUN"])
-    hydra_side.check(composed, None, Path("x"))  # a sweep begun so goes on
+    hydra_interface.check(composed, None, Path("x"))  # a sweep begun so goes on
     composed = compose_all(["model=toy", "hydra.job.chdir=false", "hydra.verbose=false", "hydra/job_logging=none"])
-    hydra_side.check(composed, None, None)
+    hydra_interface.check(composed, None, None)
 
 
 class TestResourcesOfJobs:
@@ -86,7 +86,7 @@ class TestResourcesOfJobs:
         head = f"# @package _global_\ndefaults: [override /hydra/launcher: {launcher}]\n"
         (tmp_path / "experiment" / "mine.yaml").write_text(head + text)
         composed = compose_all(["model=toy", "experiment=mine", *words], source=Source(CONF, extra=str(tmp_path)))
-        found = refusal_of(hydra_side.check, composed, None, None).splitlines()
+        found = refusal_of(hydra_interface.check, composed, None, None).splitlines()
         assert [problem.partition(": ")[2] for problem in found] == told
 
 
@@ -97,10 +97,10 @@ def test_runs_of_a_sweep_have_directories_of_their_own():
     assert refused("seed=1,2", "repeat=2", "hydra.sweep.subdir='s${seed}'", "hydra.mode=MULTIRUN") == rule
     for own in ("'s${seed}'", "${model.name}_${hydra.job.num}"):
         composed = compose_all(["model=toy", "seed=1,2", f"hydra.sweep.subdir={own}"], True)
-        hydra_side.check(composed, None, None)
+        hydra_interface.check(composed, None, None)
         assert composed.hydras[0] == f"hydra.sweep.subdir={own}"
     for own in ("'s${seed}_${repeat.block}'", "${hydra.job.override_dirname}"):
-        hydra_side.check(compose_all(["seed=1,2", "repeat=2", f"hydra.sweep.subdir={own}"], True), None, None)
+        hydra_interface.check(compose_all(["seed=1,2", "repeat=2", f"hydra.sweep.subdir={own}"], True), None, None)
 
 
 @pytest.mark.parametrize("place", [".", "../elsewhere/0", "/elsewhere/0", "a/../.."])
@@ -121,7 +121,7 @@ def test_what_the_directory_and_the_environment_refer_to_has_a_value(typed, told
 
 
 def test_a_directory_that_is_not_used_may_refer_to_nothing():
-    hydra_side.check(compose_all(["model=toy", "hydra.sweep.dir=x/${nope}"]), None, Path("x"))
+    hydra_interface.check(compose_all(["model=toy", "hydra.sweep.dir=x/${nope}"]), None, Path("x"))
     plans.composed(["model=toy", "hydra.run.dir=x/${nope}"], None)  # a plan has the directory of a sweep
     with pytest.raises(ConfigError, match="give the value itself"):
         plans.composed(["model=toy", "model.name=${nope}"], None)
@@ -205,7 +205,7 @@ def test_those_of_a_run(by_hydra, tmp_path):
     words = ["model=toy", "seed=3", "+hydra.job.env_set.FOO=1", "hydra.job.name=x", "hydra.run.dir=here"]
     theirs = by_hydra(*words)
     (run,) = runs.of(compose_all(words))
-    hydra_side.write_files(run, tmp_path / "ours" / "here", None)
+    hydra_interface.write_files(run, tmp_path / "ours" / "here", None)
     assert run.environment == {"FOO": "1"}
     same(tmp_path / "ours", theirs)
     assert "seed: 3\n" in (tmp_path / "ours" / "here" / ".hydra" / "config.yaml").read_text()
@@ -227,9 +227,9 @@ def test_those_of_a_sweep(by_hydra, tmp_path):
     composed, ours = compose_all(words, True, source), tmp_path / "ours" / "here"
     ours.mkdir(parents=True)
     for run in runs.of(composed):
-        hydra_side.write_files(run, ours / run.subdirectory, ours)
+        hydra_interface.write_files(run, ours / run.subdirectory, ours)
     with source.open():
-        hydra_side.write_multirun(composed.sweep(), ours)
+        hydra_interface.write_multirun(composed.sweep(), ours)
     same(tmp_path / "ours", theirs)
 
 
@@ -241,7 +241,7 @@ def test_a_block_of_repeats_is_one_more_override():
 
 def test_without_a_folder_for_them_there_are_none(tmp_path):
     (run,) = runs.of(compose_all(["model=toy", "hydra.output_subdir=null"]))
-    hydra_side.write_files(run, tmp_path, None)
+    hydra_interface.write_files(run, tmp_path, None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -249,7 +249,7 @@ def test_without_a_folder_for_them_there_are_none(tmp_path):
 def test_what_torchrun_starts_again_goes_on_where_it_was_and_other_results_are_left_alone(tmp_path, monkeypatch, kind):
     def claim(*others: str) -> Path:
         words = [*["model=toy", "seed=0,1"][: 1 + (kind == "sweep")], *others, f"hydra.{kind}.dir={tmp_path / 'here'}"]
-        return hydra_side.claim(compose_all(words, kind == "sweep"), None)
+        return hydra_interface.claim(compose_all(words, kind == "sweep"), None)
 
     monkeypatch.setattr(store.fcntl, "flock", lambda *_: None)  # each process has ended before the next one
     begun = claim()
@@ -265,29 +265,29 @@ def test_a_folder_of_runs_is_no_sweep_that_could_go_on(tmp_path):
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "record.json").touch()
     with pytest.raises(ConfigError, match="it already holds results; give another directory"):
-        hydra_side.claim(compose_all(["model=toy", f"hydra.run.dir={tmp_path}"]), None)
+        hydra_interface.claim(compose_all(["model=toy", f"hydra.run.dir={tmp_path}"]), None)
 
 
 def test_a_home_directory_is_filled_in_and_one_with_pluses_is_typed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert hydra_side.claim(compose_all(["model=toy", "hydra.run.dir='~/run'"]), None) == Path.home() / "run"
+    assert hydra_interface.claim(compose_all(["model=toy", "hydra.run.dir='~/run'"]), None) == Path.home() / "run"
     assert resume.read(["resume=~/run"], False, None).goes_on == Path.home() / "run"
     words = ["model=toy", f"++hydra.run.dir={tmp_path}/run"]
-    hydra_side.claim(compose_all(words), None)
+    hydra_interface.claim(compose_all(words), None)
     rule = "another process is writing its results there; wait for it, or give another directory"
     with pytest.raises(ConfigError, match=rule):
-        hydra_side.claim(compose_all(words), None)
+        hydra_interface.claim(compose_all(words), None)
 
 
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
 def test_a_sweep_is_not_carried_out_a_second_time_beside_the_first(tmp_path, monkeypatch, cluster):
     monkeypatch.chdir(tmp_path)
     words = [f"cluster={cluster}", "model=toy", "seed=0,1"]
-    running = hydra_side.claim(compose_all(words, True), None)
+    running = hydra_interface.claim(compose_all(words, True), None)
     line = resume.read([f"sweep.resume={running}"], True, None)
     composed = compose_all(line.overrides, True)
     with pytest.raises(ConfigError, match="another process is writing its results there"):
-        hydra_side.claim(composed, line.goes_on)
+        hydra_interface.claim(composed, line.goes_on)
     store.unlock(running)  # as where all jobs have been submitted
-    assert hydra_side.claim(composed, line.goes_on) == running
+    assert hydra_interface.claim(composed, line.goes_on) == running
