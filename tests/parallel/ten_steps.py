@@ -1,4 +1,4 @@
-"""Ten steps on a few samples, of 8 tokens each: what the numbers of a layout are held to."""
+"""Steps on a few samples, of 8 tokens each: what the numbers of a layout are held to."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ptdbench.parallel.dims import BatchPlan
 from ptdbench.parallel.engine import Engine
 from tests.parallel.made import unscaled, with_weights
 
-STEPS = 10
+STEPS = 5
 
 
 def tokens(batch: int = 2, first: int = 0) -> Tensor:
