@@ -86,7 +86,7 @@ def test_device_clock_counts_without_waiting(monkeypatch, device):
     assert waited
 
 
-def test_forgotten_steps_are_not_counted(device):
+def test_forgotfew_steps_are_not_counted(device):
     Event.reached = 1e9
     for done in range(3):
         device.start()

@@ -42,7 +42,7 @@ def unscaled(loss: Tensor) -> Tensor:
 
 
 def small(**options: Any) -> GPT:
-    """With weights, for :func:`tests.parallel.ten_steps.tokens`."""
+    """With weights, for :func:`tests.parallel.few_steps.tokens`."""
     return with_weights(gpt(**{"layers": 3, "heads": 2, "width": 8, "sequence_length": 6, "vocabulary": 20} | options))
 
 

@@ -21,7 +21,7 @@ from tests.conftest import read
 from tests.daily import cases
 from tests.parallel.made import laid_out, small, unscaled
 from tests.parallel.ranks import pretended
-from tests.parallel.ten_steps import tokens
+from tests.parallel.few_steps import tokens
 
 pytestmark = pytest.mark.usefixtures("compiler")
 

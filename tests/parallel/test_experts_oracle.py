@@ -20,7 +20,7 @@ from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling.events import COMBINE
 from tests.parallel.oracle import Faults, after, is_on, of
 from tests.parallel.ranks import each, mesh_of, on_ranks
-from tests.parallel.ten_steps import by_hand
+from tests.parallel.few_steps import by_hand
 from tests.parallel.test_experts import LAYOUTS, SAMPLES, by_layout, model
 
 _init, _settle, _begin = Routing.__init__, Routing.settle, Routing.begin

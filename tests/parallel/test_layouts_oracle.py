@@ -26,7 +26,7 @@ from ptdbench.parallel.strategy import Strategy
 from tests.parallel.made import gpt, laid_out
 from tests.parallel.oracle import Faults, after, is_on, of
 from tests.parallel.ranks import each, mesh_of, on_ranks
-from tests.parallel.ten_steps import by_engine, by_hand
+from tests.parallel.few_steps import by_engine, by_hand
 
 SAMPLES = 8
 

@@ -16,7 +16,7 @@ from ptdbench.parallel.strategy import Strategy
 from tests.models.assembled import assembled
 from tests.parallel.made import gpt, laid_out, refused, unscaled
 from tests.parallel.ranks import each, mesh_of, on_ranks, pretended
-from tests.parallel.ten_steps import by_engine
+from tests.parallel.few_steps import by_engine
 from tests.refusals import Abridged
 
 
