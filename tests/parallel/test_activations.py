@@ -18,8 +18,8 @@ from ptdbench.parallel.compile import compile_parts
 from ptdbench.parallel.precision import cast_inputs
 from ptdbench.setup import training_spec
 from tests.conftest import read
-from tests.parallel.made import refused, small, with_weights
 from tests.parallel.few_steps import tokens
+from tests.parallel.made import refused, small, with_weights
 from tests.parallel.test_experts import model as with_experts
 from tests.refusals import Abridged
 

@@ -19,9 +19,9 @@ from ptdbench.problems import ConfigError
 from ptdbench.setup import training_spec
 from tests.conftest import read
 from tests.daily import cases
+from tests.parallel.few_steps import tokens
 from tests.parallel.made import laid_out, small, unscaled
 from tests.parallel.ranks import pretended
-from tests.parallel.few_steps import tokens
 
 pytestmark = pytest.mark.usefixtures("compiler")
 

@@ -14,9 +14,9 @@ from ptdbench.parallel.activations import Keep, Offload, _Run
 from ptdbench.parallel.precision import Name
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
+from tests.parallel.few_steps import by_engine, by_hand
 from tests.parallel.made import laid_out, layout_of, on_meta, refused
 from tests.parallel.ranks import each, on_ranks
-from tests.parallel.few_steps import by_engine, by_hand
 from tests.refusals import Abridged
 
 SAMPLES = 4

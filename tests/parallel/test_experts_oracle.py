@@ -18,9 +18,9 @@ from ptdbench.parallel import pipeline_engine as pipeline
 from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling.events import COMBINE
+from tests.parallel.few_steps import by_hand
 from tests.parallel.oracle import Faults, after, is_on, of
 from tests.parallel.ranks import each, mesh_of, on_ranks
-from tests.parallel.few_steps import by_hand
 from tests.parallel.test_experts import LAYOUTS, SAMPLES, by_layout, model
 
 _init, _settle, _begin = Routing.__init__, Routing.settle, Routing.begin

@@ -23,10 +23,10 @@ from ptdbench.parallel import pipeline_engine as pipelined
 from ptdbench.parallel.dims import BatchPlan
 from ptdbench.parallel.engine import Accumulating, LaidOutModule
 from ptdbench.parallel.strategy import Strategy
+from tests.parallel.few_steps import by_engine, by_hand
 from tests.parallel.made import gpt, laid_out
 from tests.parallel.oracle import Faults, after, is_on, of
 from tests.parallel.ranks import each, mesh_of, on_ranks
-from tests.parallel.few_steps import by_engine, by_hand
 
 SAMPLES = 8
 

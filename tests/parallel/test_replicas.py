@@ -14,9 +14,9 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.replicas import bucket_size
 from ptdbench.parallel.strategy import Strategy
 from tests.models.assembled import assembled
+from tests.parallel.few_steps import by_engine
 from tests.parallel.made import gpt, laid_out, refused, unscaled
 from tests.parallel.ranks import each, mesh_of, on_ranks, pretended
-from tests.parallel.few_steps import by_engine
 from tests.refusals import Abridged
 
 
