@@ -14,6 +14,7 @@ from ptdbench.planning import measured, step_time
 from ptdbench.problems import Problem, require
 from ptdbench.records import load
 from ptdbench.records.run_record import RunRecord
+from ptdbench.records.schema import Draft, Written
 from ptdbench.setup import choices, config
 from ptdbench.setup.config import Config
 from ptdbench.virtual.device import Device
@@ -43,7 +44,7 @@ class Anchor:
         """Return whether it says something about a plan: one on the same device, in the same precision."""
         return next(_refusals(self.record, planned), None) is None
 
-    def level(self, fields: Mapping[str, Any]) -> float:
+    def level(self, fields: Written) -> float:
         """Return how many times as long as predicted its step took; ``fields``: of its plan. Raises ConfigError."""
         rate, expected = self.record.metrics.samples_per_second, fields.get("predicted") or {}
         if not rate or not expected.get("step_seconds"):
@@ -134,7 +135,7 @@ def _anchor(record: RunRecord, plans: Sequence[Config]) -> Anchor:
     return Anchor(record, Config(options).changed(changes))
 
 
-def applied(fields: Mapping[str, Any], planned: Config, levels: Sequence[tuple[Anchor, float]]) -> dict[str, Any]:
+def applied(fields: Written, planned: Config, levels: Sequence[tuple[Anchor, float]]) -> Draft:
     """Return the fields of a plan whose predicted step has the level of the anchors that fit it.
 
     Several levels are averaged in log space, and the spread of their logarithms widens or narrows the interval.

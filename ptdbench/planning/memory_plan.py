@@ -91,7 +91,7 @@ class PlanRequest:
         return self.is_free and needs_search(self.config)
 
 
-def plan(request: PlanRequest) -> dict[str, Any]:
+def plan(request: PlanRequest) -> schema.Draft:
     """Return the record fields of a plan, in JSON types.
 
     Raises:

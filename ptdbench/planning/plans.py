@@ -32,6 +32,7 @@ from ptdbench.problems import ConfigError, ErrorCollector, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import affects
 from ptdbench.records.run_record import typed
+from ptdbench.records.schema import Draft, Written
 from ptdbench.setup import choices, commandline, compose, hydra_interface, runs
 from ptdbench.setup.compose import Composed, Source
 from ptdbench.setup.config import Config, Slurm
@@ -66,7 +67,7 @@ class Planned:
     """The plans of a command line."""
 
     directory: Path  #: The folder with a directory for each record.
-    records: Sequence[Mapping[str, Any]]  #: The records, in the order of the command line.
+    records: Sequence[Written]  #: The records, in the order of the command line.
     cached: int  #: How many of them were planned earlier.
     stopped: local.Stopped | None  #: The signal that stopped planning before the remaining ones, if any.
 
@@ -162,7 +163,7 @@ def make(
 
 
 def _levels(
-    anchored: Sequence[Anchor], earlier: Sequence[dict[str, Any] | None], made: Iterator[dict[str, Any]]
+    anchored: Sequence[Anchor], earlier: Sequence[Draft | None], made: Iterator[Draft]
 ) -> Iterator[tuple[Anchor, float]]:
     """Yield the level that each anchor sets; one that was only in the cache is left out if it sets none."""
     for anchor, cached in zip(anchored, earlier, strict=True):
@@ -175,7 +176,7 @@ def _levels(
             echo(f"not used: {refused}", sys.stderr)
 
 
-def _rate(planned: Mapping[str, Any], name: str) -> tuple[float, str]:
+def _rate(planned: Written, name: str) -> tuple[float, str]:
     """Return the predicted rate of a plan, and what to say if it is the highest so far; 0 without a prediction."""
     step = planned.get("predicted") or {}
     of = next((of for of in ("tokens", "samples") if step.get(f"{of}_per_second")), None)
@@ -194,7 +195,7 @@ class _Uncached:
     again: bool = False  #: Ignore its cached recordings, too.
 
 
-def _paced(uncached: Sequence[_Uncached], prepare: Prepare, execute: Execute) -> Generator[dict[str, Any]]:
+def _paced(uncached: Sequence[_Uncached], prepare: Prepare, execute: Execute) -> Generator[Draft]:
     """Make plans and yield the fields of each; say what takes long, and how long the others will take at this pace."""
     if compiled := sum(bool(plan.config.general.compile) for plan in uncached):
         what = f"{plural(compiled, 'row')} to compile, once for each micro-batch that is tried"
@@ -209,7 +210,7 @@ def _paced(uncached: Sequence[_Uncached], prepare: Prepare, execute: Execute) ->
             yield fields
 
 
-def _made(uncached: Sequence[_Uncached], prepare: Prepare, execute: Execute) -> Generator[dict[str, Any]]:
+def _made(uncached: Sequence[_Uncached], prepare: Prepare, execute: Execute) -> Generator[Draft]:
     """Make plans, several at once in separate processes, and yield the fields of each.
 
     As many ranks run at once, with one thread each, as cores and memory allow.
@@ -237,7 +238,7 @@ def _made(uncached: Sequence[_Uncached], prepare: Prepare, execute: Execute) -> 
 
 def _in_pool(
     uncached: Sequence[_Uncached], processes: int, prepare: Prepare, execute: Execute, at_once: int
-) -> Generator[dict[str, Any]]:
+) -> Generator[Draft]:
     """Make plans in a pool of worker processes; raise BrokenProcessPool if one of them dies."""
     context, others = get_context("spawn"), active_children()
     pool = ProcessPoolExecutor(processes, context, _begin, (Path.cwd(), prepare, [plan.config for plan in uncached]))
@@ -262,7 +263,7 @@ def _begin(here: Path, prepare: Prepare, configs: Sequence[Config]) -> None:
     prepare(configs)
 
 
-def _planned(plan: _Uncached, execute: Execute, cores: int) -> dict[str, Any]:
+def _planned(plan: _Uncached, execute: Execute, cores: int) -> Draft:
     """Make a plan in a worker process, which exits on a signal, as it would otherwise get the next plan."""
     try:
         with local.stopping():
@@ -271,7 +272,7 @@ def _planned(plan: _Uncached, execute: Execute, cores: int) -> dict[str, Any]:
         os._exit(1)
 
 
-def _fields(plan: _Uncached, execute: Execute, cores: int) -> dict[str, Any]:
+def _fields(plan: _Uncached, execute: Execute, cores: int) -> Draft:
     """Make and cache a plan; return its fields, or the failure."""
     from ptdbench.planning import memory_plan
 
@@ -301,7 +302,7 @@ def _of_tries(key: Mapping[str, Any], config: Config) -> dict[str, Any]:
     return {**{name: key[name] for name in _OF_TRIES}, "files": files, "package": _package(_AFTER_TRIES)}
 
 
-def _failed(error: Exception) -> dict[str, Any]:
+def _failed(error: Exception) -> Draft:
     from ptdbench.records import failure
 
     return {"status": "failed", "error": failure.describe(error, rank=-1).as_error()}

@@ -12,6 +12,7 @@ from ptdbench.parallel.precision import DTYPES
 from ptdbench.problems import ConfigError
 from ptdbench.records import record, store
 from ptdbench.records.run_record import RunRecord
+from ptdbench.records.schema import Written
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 
@@ -58,7 +59,7 @@ def with_found_micro_batch(config: Config, record: RunRecord | None) -> Config:
     return config.changed({"train.micro_batch": size}) if size and needs_search(config) else config
 
 
-def open_try(directory: Path, config: Config, fields: Mapping[str, Any]) -> None:
+def open_try(directory: Path, config: Config, fields: Written) -> None:
     """Open the record of a short run in a directory, with the fields of its summary."""
     store.write_record(directory, record.begin(config.resolved, directory, {}) | dict(fields))
 

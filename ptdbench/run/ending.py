@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from ptdbench.records import failure, ledger, record
 from ptdbench.records.failure import is_stop, root_cause
 from ptdbench.records.ownership import Attempt, slurm_job
 from ptdbench.records.run_record import typed
-from ptdbench.records.schema import Written
+from ptdbench.records.schema import Draft, Written
 from ptdbench.records.store import Damaged
 from ptdbench.setup import config, run_spec
 from ptdbench.terminal import echo
@@ -35,7 +34,7 @@ def write_result(
     """Write the result of the run: the record, and from it the summary for TensorBoard and logging services."""
     is_on_gpus = device.type == "cuda" and not spec.virtual
 
-    def finish(written: dict[str, Any]) -> Written:
+    def finish(written: Draft) -> Written:
         done = written | {
             "status": "ok",
             "error": None,
@@ -129,7 +128,7 @@ def _conclude(world: World, attempt: Attempt, mine: failure.Failure) -> failure.
     """Return the cause of the failure as far as it is known; record it unless the record is already settled."""
     cause = mine
 
-    def change(written: dict[str, Any]) -> Written | None:
+    def change(written: Draft) -> Written | None:
         nonlocal cause
         cause = root_cause(failure.read_failures(attempt.failures) or [mine], world.size)
         if record.is_settled(written):

@@ -7,7 +7,7 @@ whichever was out of memory, and none of them decides anything.
 import math
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import failure, record, store
 from ptdbench.records.ownership import Attempt
 from ptdbench.records.run_record import RunRecord
-from ptdbench.records.schema import Metrics, Try
+from ptdbench.records.schema import Draft, Metrics, Try, Written
 from ptdbench.report import display
 from ptdbench.report.display import Heading
 from ptdbench.report.remarks import reason
@@ -84,7 +84,7 @@ def find(config: Config, attempt: Attempt, heading: Heading, execute: Execute, s
         Stopped: A signal asked this process to stop; the record is written.
     """
 
-    def note(fields: Mapping[str, Any]) -> None:
+    def note(fields: Written) -> None:
         attempt.amend(lambda written: written | {"micro_batch": fields}, durable=False)
 
     earlier = store.read_record(attempt.directory).micro_batch.found
@@ -171,7 +171,7 @@ class Finder:
         wanted, room = self.config.train.micro_batch, self._search.room
         return {"asked": wanted, "found": micro_batch, "room_bytes": None if room == _UNKNOWN else room, "tries": tries}
 
-    def _summary(self, layout: BatchPlan) -> dict[str, Any]:
+    def _summary(self, layout: BatchPlan) -> Draft:
         return {**self._spec.summary, "layout": layout.as_dict()}
 
     def _room(self, metrics: Metrics | None) -> int:

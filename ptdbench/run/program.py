@@ -14,7 +14,7 @@ from ptdbench.prediction import log
 from ptdbench.profiling.events import kernels_by_kind
 from ptdbench.records import record, schema, store
 from ptdbench.records.run_record import RunRecord, typed
-from ptdbench.records.schema import FirstStep, Messages, Predicted, Virtual
+from ptdbench.records.schema import Draft, FirstStep, Messages, Predicted, Virtual
 from ptdbench.virtual import program, watch
 from ptdbench.virtual.device import Device
 from ptdbench.virtual.machine import Machine
@@ -122,7 +122,7 @@ def _options(request: Request) -> Iterator[str]:
     yield from (f"--{name}={value}" for name, value in values.items() if value)
 
 
-def _results(request: Request, ended: program.Ended) -> dict[str, Any]:
+def _results(request: Request, ended: program.Ended) -> Draft:
     """Return the fields of the record that are known once the program has ended."""
     of_ranks = [*_of_processes(request.machine, ended.reports, "step")]
     virtual = record.merged_accounts(of_ranks) if of_ranks else None

@@ -23,6 +23,7 @@ from ptdbench.parallel.dims import BatchPlan, Dims
 from ptdbench.parallel.precision import FP8_MULTIPLE, FP8_RECIPES, FP8_SMALLEST, fp8_layers, gathers_fp8
 from ptdbench.problems import ErrorCollector, Problem, broken, require
 from ptdbench.profiling.events import NCCL_BUFFERS
+from ptdbench.records.schema import Draft, Written
 from ptdbench.setup import checks, choices, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
@@ -66,9 +67,9 @@ class RunSpec:
         return world.local_size if world else self.world_size
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Draft:
         """The fields of the record that the specification determines; with a ``layout`` if the run trains."""
-        fields: dict[str, Any] = {"world_size": self.world_size, **({"kind": "virtual"} if self.virtual else {})}
+        fields: Draft = {"world_size": self.world_size, **({"kind": "virtual"} if self.virtual else {})}
         if (training := self.training) is None:
             fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision", "kernels"))
         else:
@@ -154,7 +155,7 @@ def place(config: Config, size: int) -> Place:
     return Place(nodes, machine.ranks and sorted(machine.ranks), machine.environment(size // nodes))
 
 
-def summarize(config: Config, world: World | None, gpus: int | None = None) -> dict[str, Any]:
+def summarize(config: Config, world: World | None, gpus: int | None = None) -> Draft:
     """Specify a run, and keep only its summary; arguments and errors are those of :func:`specify`.
 
     The run is refused if its training state cannot fit into memory. A model without ``reset`` is built whole in host
@@ -354,7 +355,7 @@ def change_of_shape(checkpoint: Manifest, world_size: int, layout: Mapping[str, 
     return f"{_shape_described(world_size, layout)} instead of {_shape_described(checkpoint.world_size, was)}"
 
 
-def require_same_shape(directory: Path, summary: Mapping[str, Any], allowed: bool) -> None:
+def require_same_shape(directory: Path, summary: Written, allowed: bool) -> None:
     """Raise ConfigError for a run that would resume in place with another shape, unless that is ``allowed``.
 
     Any layout can load a checkpoint, but not always the random generators of each single rank. The numbers may

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Manifest
@@ -21,6 +20,7 @@ from ptdbench.planning.tries import needs_search
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, broken, differing, in_shell, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import leaves
+from ptdbench.records.schema import Draft
 from ptdbench.setup import choices, commandline, compose, config, run_spec
 from ptdbench.setup import runs as setup_runs
 from ptdbench.setup.compose import Composed, Source
@@ -41,7 +41,7 @@ def specified(
     Raises:
         ConfigError: None of them can run; otherwise a refused run becomes a row.
     """
-    runs, outcomes = setup_runs.of(composed), dict[int, dict[str, Any]]()
+    runs, outcomes = setup_runs.of(composed), dict[int, Draft]()
     for run in runs:
         if (place := run.alternative) not in outcomes:
             shape = shapes[place] if shapes else None
@@ -108,7 +108,7 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
         raise ConfigError([Problem("cluster", cluster.name, f"SLURM does not answer: {error}")]) from None
 
 
-def _summary_or_refusal(read: Config, shape: Shape | None, world: World | None, goes_on: Path | None) -> dict[str, Any]:
+def _summary_or_refusal(read: Config, shape: Shape | None, world: World | None, goes_on: Path | None) -> Draft:
     """Return the field ``summary`` of a run, or ``refused`` with the reason."""
     try:
         _check_model(read, goes_on)
