@@ -340,13 +340,13 @@ def answer(named: Sequence[tuple[str, Standing]], unit: str) -> str:
 
 
 def _times(place: Standing, reference: str, is_inverse: bool = False) -> str:
-    """``0.77x ddp (95 %: 0.71 to 0.83)``; inverse: how many times as fast the first place is."""
+    """``0.77x ddp (95%: 0.71 to 0.83)``; inverse: how many times as fast the first place is."""
     best = place.against_best
     ratio, *ends = [place.ratio or 1.0, *([best.low, best.high] if best else [])]
     if is_inverse:
         ratio, *ends = 1 / ratio, *(1 / end for end in reversed(ends))
     decimals = 3 if ends and ends[1] - ends[0] < 0.02 else 2  # with fewer, the ends might look the same
-    interval = f" (95 %: {' to '.join(f'{end:.{decimals}f}' for end in ends)})" if ends else ""
+    interval = f" (95%: {' to '.join(f'{end:.{decimals}f}' for end in ends)})" if ends else ""
     return f"{ratio:.{decimals}f}x {reference}{interval}"
 
 

@@ -143,7 +143,7 @@ def _passes(events: Sequence[Event]) -> Iterator[Pass]:
 
 
 def lines_of_ranks(passes: Sequence[Pass]) -> Iterator[str]:
-    """Yield the order of each rank's passes: ``rank 0: F0 F1 B0 B1, idle 23 %``, with stages if it has several.
+    """Yield the order of each rank's passes: ``rank 0: F0 F1 B0 B1, idle 23%``, with stages if it has several.
 
     Idle is the share of the time from the first pass of all ranks to the end of the last without a pass.
     """
@@ -153,4 +153,4 @@ def lines_of_ranks(passes: Sequence[Pass]) -> Iterator[str]:
         words = [f"{chunk.stage if has_stages else ''}{chunk.kind}{chunk.microbatch}" for chunk in of_rank]
         shown = " ".join([*words[:_MOST_PASSES], *(["..."] if len(words) > _MOST_PASSES else [])])
         idle = max(0.0, 1 - sum(chunk.seconds for chunk in of_rank) / length)
-        yield f"rank {rank}: {shown}, idle {100 * idle:.0f} %"
+        yield f"rank {rank}: {shown}, idle {100 * idle:.0f}%"

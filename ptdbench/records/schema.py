@@ -360,9 +360,9 @@ class Evaluation(Struct):
     seconds: Amount  #: Duration.
 
     def __str__(self) -> str:
-        """Return the main figure, such as ``held-out 97.2 %``."""
+        """Return the main figure, such as ``held-out 97.2%``."""
         if self.top1 is not None:
-            return f"held-out {100 * self.top1:.1f} %"
+            return f"held-out {100 * self.top1:.1f}%"
         if self.bits_per_byte is not None:
             return f"held-out {self.bits_per_byte:.3f} bits/byte"
         return f"held-out loss {math.nan if self.loss is None else self.loss:.4f}"

@@ -197,7 +197,7 @@ _NAMED = {column.name: column for column in COLUMNS}
 #: The columns of predicted steps in tables of plans, which are omitted last.
 PREDICTED = (
     _NAMED["rank"],
-    replace(_NAMED["ratio"], heading="vs best (95 %)", drop_order=None),
+    replace(_NAMED["ratio"], heading="vs best (95%)", drop_order=None),
     _figure("tokens/s", "predicted_rate", attrgetter("run.predicted.tokens_per_second"), three_digits, drop_order=12),
     replace(_NAMED["predicted_ms"], heading="step ms", drop_order=None),
     _figure("MFU", "predicted_mfu", attrgetter("run.predicted.mfu"), _PERCENT),

@@ -124,7 +124,7 @@ def of_plans(records: Sequence[RunRecord]) -> Iterator[str]:
         sets = f"{anchor} sets their level" if anchor else "no measured run sets their level"
         yield (
             f"predicted: step ms and tokens/s may all be {max(shares):.0%} off together: {sets}, "
-            "which the ratio vs best does not depend on; #: ranks, simultaneous 95 % confidence"
+            "which the ratio vs best does not depend on; #: ranks, simultaneous 95% confidence"
         )
     if levels:
         yield "host work is counted at the speed of a fast server; data loading and checkpoints are left out"

@@ -73,7 +73,7 @@ class Check:
         wrong = not 0 < self.tolerance < 1
         rule = "must be between 0 and 1, a fraction of the median"
         require(
-            Problem("tolerance", self.tolerance, rule, "0.05 is 5 %") if wrong else None,
+            Problem("tolerance", self.tolerance, rule, "0.05 is 5%") if wrong else None,
             *at_least(1, attempts=self.attempts),
         )
 

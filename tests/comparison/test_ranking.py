@@ -171,7 +171,7 @@ def test_ranks_differ_or_are_shared():
     assert second.ratio == pytest.approx(stats.gmean(scaled(0.8)) / stats.gmean(STEADY))
     assert second.against_best.low < second.ratio < second.against_best.high
     assert (first.ratio, first.against_best, last.ratio, last.rate, last.margin) == (1.0, None, None, None, None)
-    assert re.fullmatch(r"ddp is fastest: 1\.250x fsdp \(95 %: 1\.2[34]\d to 1\.2[56]\d\)", answer(standings))
+    assert re.fullmatch(r"ddp is fastest: 1\.250x fsdp \(95%: 1\.2[34]\d to 1\.2[56]\d\)", answer(standings))
     tied = repeated("pdp", scaled(0.8005, jitter=0.002))
     standings = ranked(repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), tied)
     assert [place.rank for place in standings] == [(1, 1), (2, 3), (2, 3)]
@@ -193,7 +193,7 @@ def test_an_order_is_known_although_ranks_overlap():
     first, middle, last = standings
     assert last.is_behind(first)
     assert not any(one.is_behind(other) for one, other in ((middle, first), (last, middle), (first, last)))
-    assert answer(standings).startswith("ddp and pdp cannot be told apart; fsdp is slower: 0.990x ddp (95 %: 0.98")
+    assert answer(standings).startswith("ddp and pdp cannot be told apart; fsdp is slower: 0.990x ddp (95%: 0.98")
 
 
 def test_what_would_have_been_seen_is_among_all_pairs():

@@ -68,7 +68,7 @@ def test_passes_of_ranks_are_on_one_clock_and_of_the_step_of_median_length(tmp_p
         (0, 0, "F", 0), (1, 1, "F", 0), (1, 1, "B", 0), (0, 0, "B", 0),
     ]  # fmt: skip
     assert [round(1e3 * chunk.start, 3) for chunk in passes] == [0, 2, 3, 4]
-    assert [*lines_of_ranks(passes)] == ["rank 0: F0 B0, idle 33 %", "rank 1: F0 B0, idle 67 %"]  # 4 and 2 of 6 ms
+    assert [*lines_of_ranks(passes)] == ["rank 0: F0 B0, idle 33%", "rank 1: F0 B0, idle 67%"]  # 4 and 2 of 6 ms
 
 
 def test_a_gpu_has_its_own_times_and_a_rank_with_several_stages_names_them(tmp_path):
@@ -78,7 +78,7 @@ def test_a_gpu_has_its_own_times_and_a_rank_with_several_stages_names_them(tmp_p
     merged(tmp_path, [*step(0, 1, 8, 9), chunk("0F0", 1, 1.1), chunk("2F0", 1.1, 1.2), *on_gpu])
     passes = read_passes(tmp_path / perfetto.NAME)
     assert [round(1e3 * chunk.seconds, 3) for chunk in passes] == [2, 2]
-    assert [*lines_of_ranks(passes)] == ["rank 0: 0F0 2F0, idle 0 %"]
+    assert [*lines_of_ranks(passes)] == ["rank 0: 0F0 2F0, idle 0%"]
 
 
 def test_a_trace_without_a_pipeline_or_damaged_has_none(tmp_path):

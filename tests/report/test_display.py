@@ -74,7 +74,7 @@ class TestLines:
         display = begun(stream, wall)
         at_step(display, 1, 55.0)  # what it takes, such as compiling, says nothing of the others
         at_step(display, 11, 60.0)
-        display.remark = "held-out 97.2 %"
+        display.remark = "held-out 97.2%"
         at_step(display, 31, 65.0, None)
         display.loss = 31, 2.25  # steps are drained more rarely
         display.step(41, 70.0)
@@ -84,9 +84,9 @@ class TestLines:
         assert stream.getvalue().splitlines() == [
             "gpt_tiny ddp  step 1/100  loss 2.5000",
             "gpt_tiny ddp  step 11/100  4,096 tokens/s  loss 2.5000  0:45 left",
-            "gpt_tiny ddp  step 31/100  8,192 tokens/s  held-out 97.2 %  0:18 left",
-            "gpt_tiny ddp  step 41/100  4,096 tokens/s  loss 2.2500 (step 31)  held-out 97.2 %  0:30 left",
-            "gpt_tiny ddp  step 100/100  2,048 tokens/s  loss 2.5000  held-out 97.2 %  0:00 left",
+            "gpt_tiny ddp  step 31/100  8,192 tokens/s  held-out 97.2%  0:18 left",
+            "gpt_tiny ddp  step 41/100  4,096 tokens/s  loss 2.2500 (step 31)  held-out 97.2%  0:30 left",
+            "gpt_tiny ddp  step 100/100  2,048 tokens/s  loss 2.5000  held-out 97.2%  0:00 left",
         ]
 
     def test_a_line_that_stays_fits_too(self, stream, wall, monkeypatch):
@@ -204,7 +204,7 @@ class TestLiveLine:
         assert display.line(80, 57.5) == ("[2] gpt_tiny ddp · building… 0:07", "")
 
     @pytest.mark.parametrize(("width", "right"), [
-        (140, "4,096 tokens/s  loss 2.5000  held-out 97.2 %  0:45 left  (sweep 1:00)"),
+        (140, "4,096 tokens/s  loss 2.5000  held-out 97.2%  0:45 left  (sweep 1:00)"),
         (93, "4,096 tokens/s  loss 2.5000  0:45 left  (sweep 1:00)"),
         (80, "4,096 tokens/s  0:45 left  (sweep 1:00)"),
         (66, "4,096 tokens/s  0:45 left"),
@@ -213,7 +213,7 @@ class TestLiveLine:
     def test_what_matters_least_makes_room(self, terminal, wall, width, right):
         display = begun(terminal, wall, Heading("gpt_tiny ddp", 2, 8, 15.0))
         display.step(1, 60.0)
-        display.remark = "held-out 97.2 %"
+        display.remark = "held-out 97.2%"
         at_step(display, 11, 65.0)
         assert display.line(width, 65.0) == ("[2/8] gpt_tiny ddp  step 11/100", right)
 

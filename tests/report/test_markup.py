@@ -19,7 +19,7 @@ def test_a_table_sentences_commands_and_the_environment():
         *thrice(FSDP | {"environment": environment}),
     )
     lines = text.splitlines()
-    assert lines[0].startswith("**ddp is fastest: 1.579x fsdp (95 %: ")  # 120 ms over 76 ms
+    assert lines[0].startswith("**ddp is fastest: 1.579x fsdp (95%: ")  # 120 ms over 76 ms
     assert lines[1:5] == ["", "# my\\_sweep", "", "2 runs"]
     head = next(place for place, line in enumerate(lines) if line.startswith("| # |"))
     assert lines[head + 1].startswith("| ---: | ---: | --- |")
@@ -68,4 +68,4 @@ def test_a_table_for_each_model_with_intervals_and_ranks_of_what_differs(tables)
     assert fsdp[2:5:2] == [r"fs\_dp", "250"]
     assert re.fullmatch(r"0\.50x \(0\.\d\d--0\.5\d\)", fsdp[5])
     assert (ddp[3][:11], tp[2:4]) == (r"1,000 $\pm$", [r"50\%", "-"])
-    assert r"fp32 $\cdot$ 2 ranks $\cdot$ batch 16. ddp is fastest: 2.000x fs\_dp (95 \%: 2.0" in tables
+    assert r"fp32 $\cdot$ 2 ranks $\cdot$ batch 16. ddp is fastest: 2.000x fs\_dp (95\%: 2.0" in tables

@@ -69,7 +69,7 @@ class TestRun:
 @pytest.mark.parametrize(
     ("option", "values", "rule"),
     [
-        ("tolerance", ["0", "1", "-0.1", "5"], "must be between 0 and 1, a fraction of the median; 0.05 is 5 %"),
+        ("tolerance", ["0", "1", "-0.1", "5"], "must be between 0 and 1, a fraction of the median; 0.05 is 5%"),
         ("attempts", ["0"], "must be a whole number of at least 1"),
     ],
 )

@@ -4,7 +4,7 @@ const FIGURES = [
   {
     id: "throughput",
     title: "Throughput",
-    about: "Geometric mean over runs, with its 95 % interval if there are at least three. Hatched: predicted.",
+    about: "Geometric mean over runs, with its 95% interval if there are at least three. Hatched: predicted.",
     draw: drawThroughput,
   },
   {

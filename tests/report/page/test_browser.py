@@ -231,7 +231,7 @@ class TestFigures:
 
     def test_the_answer_is_on_top_and_links_lead_to_tables_and_figures(self, report):
         answers = [line.inner_text() for line in report.locator(".answer").all()]
-        assert answers[0].startswith("gpt_tiny: ddp is fastest: 1.33x pdp 1x2 1f1b (95 %: 1.")
+        assert answers[0].startswith("gpt_tiny: ddp is fastest: 1.33x pdp 1x2 1f1b (95%: 1.")
         assert answers[0].endswith("). No throughput: tp (failed).")
         assert answers[1].startswith("toy: ddp: 5.00 tokens/s")
         targets = report.evaluate("() => [...document.querySelectorAll('header a:not([hidden])')].map((a) => a.hash)")
