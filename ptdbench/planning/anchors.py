@@ -128,9 +128,11 @@ def _refusals(record: RunRecord, planned: Config) -> Iterator[str]:
 
 def _anchor(record: RunRecord, plans: Sequence[Config]) -> Anchor:
     """Return a run as an anchor, with its configuration on the virtual GPUs of a plan."""
-    of_plan = next(planned for planned in plans if not any(_refusals(record, planned))).resolved
-    cluster = {**of_plan["cluster"], "nodes": 1, "ranks_per_node": record.world_size}
-    options = {**config.of_record(record.written).resolved, "virtual": of_plan["virtual"], "cluster": cluster}
+    planned = _plan_of(record, plans)
+    assert planned
+    cluster = {**planned.resolved["cluster"], "nodes": 1, "ranks_per_node": record.world_size}
+    virtual = planned.resolved["virtual"]
+    options = {**config.of_record(record.written).resolved, "virtual": virtual, "cluster": cluster}
     changes = {"device": "auto", "train.micro_batch": record.layout.micro_batch}
     return Anchor(record, Config(options).changed(changes))
 

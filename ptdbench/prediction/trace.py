@@ -80,8 +80,8 @@ def _work(step: Prediction) -> Iterator[dict[str, Any]]:
     for place, action in enumerate(of.actions):
         if action.kind not in (Kind.WORK, Kind.MESSAGE):
             continue
-        asked = line.hosts[place]
-        yield _event("cudaLaunchKernel", "cuda_runtime", _HOST, of.threads[place], asked, asked, correlation=place)
+        issued = line.hosts[place]
+        yield _event("cudaLaunchKernel", "cuda_runtime", _HOST, of.threads[place], issued, issued, correlation=place)
         name, facts = of.names[place], dict[str, Any](correlation=place, stream=action.stream, bytes=of.sizes[place])
         if action.kind == Kind.MESSAGE:
             facts |= {"Collective name": of.operations[place], "In msg nelems": of.sizes[place], "dtype": "char"}
