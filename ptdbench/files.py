@@ -18,7 +18,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -217,12 +217,11 @@ def from_cache(kind: str, key: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def latest_in_cache(kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the files of a kind, the latest first, with their measurements and keys; damaged ones are omitted."""
+def latest_in_cache(kind: str) -> list[Path]:
+    """Return the files of a kind, the latest first, unread; none if they cannot be listed."""
     with suppress(OSError):
-        for path in sorted((user_cache() / kind).glob("*.json"), key=lambda path: -path.stat().st_mtime):
-            with suppress(OSError, ValueError):
-                yield path, json.loads(path.read_text())
+        return sorted((user_cache() / kind).glob("*.json"), key=lambda path: -path.stat().st_mtime)
+    return []
 
 
 def _cached(kind: str, key: Mapping[str, Any]) -> Path:

@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -31,15 +32,15 @@ def keep(run: RunRecord) -> None:
     if (key := _key(run)) and run.throughput:
         with suppress(OSError):
             to_cache(_RUNS, key, {"record": strict(run.written)})
-            for path, _ in [*latest_in_cache(_RUNS)][_MOST:]:
+            for path in latest_in_cache(_RUNS)[_MOST:]:
                 path.unlink(missing_ok=True)
 
 
 def runs() -> Iterator[RunRecord]:
     """Yield the cached runs, the latest first, without those that this version cannot read."""
-    for _, content in latest_in_cache(_RUNS):
-        with suppress(KeyError, TypeError, ValueError):
-            yield RunRecord.of(content["record"])
+    for path in latest_in_cache(_RUNS):
+        with suppress(OSError, KeyError, TypeError, ValueError):
+            yield RunRecord.of(json.loads(path.read_text())["record"])
 
 
 def keep_prediction(planned: RunRecord) -> None:
