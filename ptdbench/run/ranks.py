@@ -28,6 +28,7 @@ from ptdbench.setup import checks, choices, run_spec
 from ptdbench.setup.config import Config, of_record
 from ptdbench.setup.run_spec import RunSpec
 from ptdbench.terminal import transient
+from ptdbench.virtual import computed
 
 #: Seconds that ranks get to finish the current step and record their results when the run is asked to stop: without and
 #: with a checkpoint to save.
@@ -177,6 +178,8 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
 def _prepared_device(spec: RunSpec, world: World) -> torch.device:
     """Return this rank's device, set to the requested arithmetic and freed of the previous run's memory."""
     device = spec.device(world.local_rank)
+    if spec.virtual:
+        computed.attach()  # a model may branch on whole numbers, such as the positions of tokens
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if len(_RUNS) > 1:  # the previous run's model would otherwise still occupy memory

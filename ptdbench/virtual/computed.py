@@ -18,7 +18,8 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 #: Operators that are computed where all tensors that they read are known, and whole numbers or truth values.
@@ -33,17 +34,31 @@ _COMPUTED = (
 _WRITERS = ("zero_", "fill_.Scalar", "copy_", "arange.start_out")
 
 
-def attach() -> None:
-    """Have torch compute whole numbers from now on, in this process."""
+@cache
+def attach() -> Any:
+    """Have torch compute whole numbers in this process; returns what overrides its operators, and has to be kept."""
     import torch
 
     library: Any = torch.library.Library("aten", "IMPL")
-    attach.library = library  # type: ignore[attr-defined] # what it overrides is torch's again once it is gone
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has each of these operators itself
         for name in ("topk", *_COMPUTED, *_WRITERS):
             kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
             library.impl(name, partial(_run, name, kernel), "CUDA", with_keyset=True)
+    torch.cuda._lazy_call(_forget_released)
+    return library
+
+
+def _forget_released() -> None:
+    """Have the library forget the values in memory that torch allocates anew."""
+    import torch
+    from torch.cuda._gpu_trace import register_callback_for_memory_allocation
+
+    allocated: Any = ctypes.CDLL(None).ptdbench_virtual_allocated
+    allocated.argtypes = [ctypes.c_void_p]
+    register_callback_for_memory_allocation(allocated)
+    graph: Any = torch._C
+    graph._activate_gpu_trace()
 
 
 def _run(name: str, kernel: Any, keys: Any, *arguments: Any, **options: Any) -> Any:
@@ -51,14 +66,27 @@ def _run(name: str, kernel: Any, keys: Any, *arguments: Any, **options: Any) -> 
     import torch
 
     if name == "copy_" and not torch.is_tensor(arguments[1]):  # torch passes its own scalars as numbers
-        arguments = (arguments[0], torch.tensor(arguments[1]), *arguments[2:])
+        with _uncounted():
+            arguments = (arguments[0], torch.tensor(arguments[1]), *arguments[2:])
     result = kernel.call_boxed(keys, *arguments, **options)
     single = torch.is_tensor(result)
     results = [result] if single else [*result]
-    if (computed := _compute(name, arguments, options, results)) is None:
-        return result
-    written = [*map(_write, computed, results)]
+    with _uncounted():
+        if (computed := _compute(name, arguments, options, results)) is None:
+            return result
+        written = [*map(_write, computed, results)]
     return written[0] if single else type(result)(written)
+
+
+@contextmanager
+def _uncounted() -> Iterator[None]:
+    """Exclude from the log's operators what the host computes in place of a device."""
+    exclude: Any = ctypes.CDLL(None).ptdbench_virtual_exclude
+    exclude(True)
+    try:
+        yield
+    finally:
+        exclude(False)
 
 
 def _compute(name: str, arguments: Any, options: Any, results: Any) -> Any:

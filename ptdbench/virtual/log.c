@@ -102,8 +102,10 @@ void log_call(char kind, unsigned stream, uint64_t object) {
     if (file) write_record((struct record){.kind = kind, .stream = stream, .object = object}, NULL);
 }
 
+static __thread bool excluded; /* whether this thread computes in place of a device */
+
 void count_operator(void) {
-    if (file) __atomic_fetch_add(&operators, 1, __ATOMIC_RELAXED);
+    if (file && !excluded) __atomic_fetch_add(&operators, 1, __ATOMIC_RELAXED);
 }
 
 /* ---- what Python calls ---- */
@@ -132,6 +134,8 @@ API int ptdbench_virtual_log(const char *path, const char *facts) {
     pthread_mutex_unlock(&lock);
     return is;
 }
+
+API void ptdbench_virtual_exclude(bool is) { excluded = is; }
 
 API void ptdbench_virtual_mark(const char *text) {
     if (file) write_record((struct record){.kind = 'M'}, kept(text));

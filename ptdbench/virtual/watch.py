@@ -271,7 +271,6 @@ class _Watch:
 
     def _hook(self) -> None:
         """Have torch tell of steps, resets of its peaks, and allocations that fail."""
-        from torch.cuda._gpu_trace import register_callback_for_memory_allocation
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         register_optimizer_step_post_hook(lambda stepped, *_: _safely(self._optimizer_stepped, stepped))
@@ -283,10 +282,6 @@ class _Watch:
         compiled: Any = self._torch._C
         compiled._cuda_resetPeakMemoryStats = _told(compiled._cuda_resetPeakMemoryStats, lambda _: self._measure())
         compiled._cuda_attach_out_of_memory_observer(partial(_safely, self._out_of_memory))
-        allocated: Any = ctypes.CDLL(None).ptdbench_virtual_allocated
-        allocated.argtypes = [ctypes.c_void_p]
-        register_callback_for_memory_allocation(allocated)
-        compiled._activate_gpu_trace()
 
     def _optimizer_stepped(self, optimizer: object) -> None:
         leader = self._leader() if isinstance(self._leader, weakref.ref) else None

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from ptdbench.prediction.log import read
 from ptdbench.problems import ConfigError
 from ptdbench.virtual import computed, machine
 from ptdbench.virtual.machine import Machine
@@ -53,6 +54,31 @@ def test_a_router_gives_each_expert_its_share(start: Start, environ, tmp_path):
     ways = {name: [share] * EXPERTS for name in ("histc", "bincount", "scatter", "cast", "where")}
     assert of_scores == of_turns == {**ways, "sorted": half, "ranks": [TOKENS] * 2, "ends": ends}
     assert (first, shape) == ([[0, 1], [2, 3], [4, 5], [6, 7], [0, 1]], [TOKENS, ACTIVE])
+
+
+COUNTED = """
+import torch
+from ptdbench.virtual import computed, watch
+
+log = watch.Log()
+torch.zeros(1, device="cuda")
+log.begin()
+for _ in range(2):
+    positions = torch.arange(8, device="cuda")
+    (torch.cat([positions, positions]) != 1).cumsum(0).sum()
+    log.mark()
+    computed.attach()
+log.end()
+"""
+
+
+def test_computing_does_not_count_as_operators(start: Start, environ, tmp_path):
+    """The predicted time of the host follows from their number."""
+    environ = {**environ, **Machine(DEVICE).environment(1), "PTDBENCH_VIRTUAL_LOG": str(tmp_path)}
+    done = call(sys.executable, "-c", COUNTED, cwd=ROOT, environ=environ)
+    assert done.returncode == 0, done.stderr
+    before, computing = (step["operators"].sum() for step in read(tmp_path)[0].steps())
+    assert before == computing > 0
 
 
 def test_disabled_or_crashing_kinds_fail_alone(start: Start, environ, monkeypatch):
