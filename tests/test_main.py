@@ -120,7 +120,7 @@ def test_a_folder_that_somebody_sent_is_read_and_runs_nothing(sweep, environ, wo
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("expalin", "try explain"), ("explain --jsno a", "try --json"), ("plan --model toy", "try model=toy"),
+        ("expalin", "try explain"), ("status --jsno a", "try --json"), ("plan --model toy", "try model=toy"),
         ("sbatch --model=toy", "try model=toy"), ("status a b", ""), ("explain a --against b", ""),
         ("virtual h100 python a.py", "put -- before a program"),
     ],

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-import webbrowser
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.problems import Problem, require
 from ptdbench.terminal import echo, plural
 
 if TYPE_CHECKING:
@@ -25,13 +23,8 @@ _FORMS = {"html": "html", "md": "md", "latex": "tex"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``report``."""
-    parser.add_argument(
-        "directories",
-        nargs="*",
-        type=Path,
-        metavar="directory",
-        help="of runs, sweeps or folders of them; without any, the newest sweep in outputs",
-    )
+    words = "of runs, sweeps or folders of them"
+    parser.add_argument("directories", nargs="+", type=Path, metavar="directory", help=words)
     parser.add_argument("--html", action="store_true", help="write report.html; the default")
     parser.add_argument("--md", action="store_true", help="write report.md, for pull requests")
     parser.add_argument("--latex", action="store_true", help="write report.tex, tables for papers, with booktabs")
@@ -39,14 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = "where to write; without it, in the first directory"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=where)
     parser.add_argument("--force", action="store_true", help="overwrite what an earlier report wrote")
-    parser.add_argument("--open", action="store_true", help="show report.html in a browser")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Write the files; if nothing can be reported, nothing is written and the exit status is 1."""
     from ptdbench.files import replace_bytes
+    from ptdbench.records.load import read
 
-    arguments.directories, runs = _loaded(arguments.directories or [_newest()])
+    unique = {Path(run.directory).resolve(): run for directory in arguments.directories for run in read(directory)}
+    runs = list(unique.values())
     paths = _paths(arguments)
     title = arguments.title or _title(arguments.directories, runs)
     from ptdbench.report.markup import latex, markdown
@@ -57,29 +51,11 @@ def main(arguments: argparse.Namespace) -> int:
     for path, text in texts.items():
         replace_bytes(path, text.encode("utf-8", "backslashreplace"))
         echo(f"report       {path}")
-    if arguments.open and not webbrowser.open(paths["html"].absolute().as_uri()):
-        echo(f"no browser was found to show {paths['html']}", sys.stderr)
     return 0
 
 
-def _newest() -> Path:
-    """Return the newest sweep in ``outputs``: by the link ``latest``, or failing that by the time in its name."""
-    from ptdbench.records.store import LATEST, is_sweep
-
-    outputs = Path("outputs")
-    link = outputs / LATEST
-    if link.is_symlink() and link.is_dir():
-        return link.parent / link.readlink()
-    sweeps = [path for path in outputs.glob("*") if is_sweep(path)]
-    if not sweeps:
-        rule = "there is no sweep in outputs"
-        raise ConfigError([Problem("report", "(no directory)", rule, "give the directory of a run or of a sweep")])
-    return max(sweeps, key=lambda path: (path.name[:1].isdecimal(), path.name))  # names that users choose have no time
-
-
 def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
-    chosen = [form for form in _FORMS if getattr(arguments, form)]
-    forms = dict.fromkeys([*(["html"] if arguments.open or not chosen else []), *chosen])
+    forms = [form for form in _FORMS if getattr(arguments, form)] or ["html"]
     first = arguments.directories[0]
     folder = arguments.output or (first if first.is_dir() else first.parent)
     if arguments.output and not folder.is_dir():
@@ -90,24 +66,6 @@ def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
         remedy = "give --force to overwrite it, or --output with another folder"
         require(Problem("report", ", ".join(map(str, there)), "already exists", remedy))
     return paths
-
-
-def _loaded(directories: Sequence[Path]) -> tuple[list[Path], list[RunRecord]]:
-    """Return the directories that have runs, and their runs; others are named and skipped."""
-    from ptdbench.records.load import read
-
-    kept: list[Path] = []
-    runs: dict[Path, RunRecord] = {}
-    for place, directory in enumerate(directories, start=1):
-        try:
-            for run in read(directory):
-                runs.setdefault(Path(run.directory).resolve(), run)
-            kept.append(directory)
-        except FileNotFoundError as error:
-            if not directory.exists() or (place == len(directories) and not kept):
-                raise
-            echo(f"{str(error).partition(';')[0]}: left out", sys.stderr)
-    return kept, list(runs.values())
 
 
 def _title(directories: Sequence[Path], runs: Sequence[RunRecord]) -> str:

@@ -116,12 +116,16 @@ def _distinguished(records: Sequence[RunRecord], names: list[str], details: Sequ
 
 
 def title(runs: Sequence[RunRecord], more: Iterable[str] = ()) -> str:
-    """Return what runs of one model have in common: ``gpt_tiny · 842,496 parameters · fp32``, then ``more``."""
+    """Return what runs of one model have in common: ``gpt_tiny · 842,496 parameters · fp32``, then ``more``.
+
+    In bf16 and fp16 it names the kernels, by which the arithmetic differs: ``bf16 · kernels=fused``.
+    """
     sizes = [run.parameters for run in runs if run.parameters]
     parameters = f"{range_text(sizes, '{:,}'.format)} parameters" if sizes else ""
     precisions = dict.fromkeys(run.precision for run in runs if run.precision)
     kernels = sorted({run.kernels for run in runs if run.kernels})
-    whose = f"kernels={','.join(kernels)}" if "torch" in kernels else ""
+    is_narrow = not {"bf16", "fp16"}.isdisjoint(precisions)
+    whose = f"kernels={','.join(kernels)}" if is_narrow or "torch" in kernels else ""
     parts = [runs[0].model, parameters, ", ".join(precisions), whose, *more]
     return " · ".join(filter(None, parts))
 

@@ -143,13 +143,6 @@ def _python_that_is_read(run: RunRecord) -> str | None:
 #: Waiting for data is mentioned if it takes at least this fraction of a run's time.
 _WAITED = 0.05
 
-#: By the ``kernels`` of runs in a narrow format: what their recipe is, and what shows the other.
-_RECIPES = {
-    ("fused",): "one arithmetic under every layout, by ptdbench's kernels: kernels=torch has torch's recipe for each",
-    ("torch",): "torch's recipe for each layout: kernels=fused has one arithmetic under all",
-    ("fused", "torch"): "kernels=fused is one arithmetic under every layout, kernels=torch is torch's recipe for each",
-}
-
 #: A GPU's held-back clocks are mentioned if they affect more than this fraction of a run's time.
 _HELD_BACK = 0.01
 
@@ -205,7 +198,6 @@ def of_rows(standings: Sequence[Standing], named: Sequence[str]) -> list[str]:
         *_of_losses([(name, run) for name, run in by_name if run.status == "ok"]),
         *(f"{name}: {text}" for remark in _OF_RUN for name, run in by_name if (text := remark(run))),
         *load_remarks([(name, place.alternative.runs) for name, place in places]),
-        *_recipe(records),
         *(
             f"{name}: checkpoints: {lines[0]}" + (f"; {len(lines) - 1} more on record" if lines[1:] else "")
             for name, place in places
@@ -213,12 +205,6 @@ def of_rows(standings: Sequence[Standing], named: Sequence[str]) -> list[str]:
         ),
         *virtual.remarks(records),
     ]
-
-
-def _recipe(records: Sequence[RunRecord]) -> list[str]:
-    """Say by which recipe runs in a narrow format computed, and how to see the other."""
-    kernels = {run.kernels or "" for run in records if run.precision in ("bf16", "fp16")}
-    return [text] if (text := _RECIPES.get(tuple(sorted(kernels)))) else []
 
 
 def _devices(places: Sequence[tuple[str, Standing]]) -> Iterator[str]:

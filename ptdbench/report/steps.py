@@ -152,22 +152,14 @@ def _spread(*records: RunRecord) -> float:
 def _explained(record: RunRecord, against: RunRecord, called: str, reference: str) -> str:
     """``fsdp +44 ms vs ddp: exposed all-gather +37 (64.0 MB, 1.60 GB/s), optimizer +9, rest -2``."""
     run, other = recorded_step(record), recorded_step(against)
-    parts = {_part_name(part): 1e3 * seconds for part, seconds in parts_of_difference(record, against).items()}
+    ours, theirs = run.parts(), other.parts()
+    parts = {_part_name(part): 1e3 * (ours.get(part, 0.0) - theirs.get(part, 0.0)) for part in {**ours, **theirs}}
     notes = {"bubble": _bubble(record)}
     for name in {**run.operations, **other.operations}:
         sent, before = (_traffic(step.operations.get(name)) for step in (run, other))
         if sent or before:
             notes[_part_name(name)] = "; ".join(filter(None, [sent, before and f"{reference} {before}"]))
     return difference(called, reference, "ms", parts, notes, digits=2)
-
-
-def parts_of_difference(record: RunRecord, against: RunRecord) -> dict[str, float]:
-    """Return the seconds by which the parts of one run's step are longer than another's.
-
-    Parts are phases, with exposed communication divided by operation; they add up to the difference of the steps.
-    """
-    ours, theirs = recorded_step(record).parts(), recorded_step(against).parts()
-    return {part: ours.get(part, 0.0) - theirs.get(part, 0.0) for part in dict.fromkeys([*ours, *theirs])}
 
 
 def shares_of_step(record: RunRecord, called: str) -> str:

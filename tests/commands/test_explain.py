@@ -1,6 +1,5 @@
 """``ptdbench explain``: what it prints and its exit status."""
 
-import json
 from functools import partial
 
 import pytest
@@ -99,34 +98,6 @@ class TestOneRun:
         assert out.splitlines()[-1].startswith("fsdp +44 ms vs ddp: ")
         again = keep(sweep.parent / "again", "1_gpt_tiny_ddp", DDP)
         assert "ddp [again] 76.0 ms vs ddp [sweep] 76.0 ms: within 2%" in explain(ddp, again, ddp)[1]
-
-
-class TestJson:
-    def test_a_sweep(self, explain, sweep):
-        path = keep(sweep, "3_gpt_tiny_tp", failed("tp", "no room", "oom"))
-        status, out, err = explain(sweep, "--json")
-        assert (status, err) == (0, [])
-        told = json.loads(out)
-        assert [reason.partition(":")[0] for reason in told["not_explained"]] == [str(path)]
-        (group,) = told["groups"]
-        assert group["reference"] == "ddp"
-        assert [(run["run"], run["runs"]) for run in group["runs"]] == [("ddp", 1), ("pdp 1x2 1f1b", 1), ("fsdp", 1)]
-        assert [line.partition(" vs ")[0] for line in group["lines"]] == ["pdp 1x2 1f1b +24 ms", "fsdp +44 ms"]
-        ddp, _, fsdp = group["runs"]
-        assert ddp["slower_by"] is None
-        assert sum(fsdp["slower_by"].values()) == pytest.approx(fsdp["step_seconds"] - ddp["step_seconds"])
-        assert sum(fsdp["phases"].values()) == pytest.approx(fsdp["step_seconds"])
-        assert fsdp["directory"] == str(sweep / "0_gpt_tiny_fsdp")
-
-    def test_a_run_and_a_pair(self, explain, sweep):
-        ddp, fsdp = sweep / "1_gpt_tiny_ddp", sweep / "0_gpt_tiny_fsdp"
-        (alone,) = json.loads(explain(ddp, "--json")[1])["groups"]
-        assert (alone["reference"], len(alone["runs"])) == ("ddp", 1)
-        (pair,) = json.loads(explain(fsdp, ddp, "--json")[1])["groups"]
-        assert pair["reference"] == "ddp"
-        first, second = pair["runs"]
-        assert first["slower_by"] is None
-        assert sum(second["slower_by"].values()) == pytest.approx(0.044)
 
 
 class TestRefused:

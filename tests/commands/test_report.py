@@ -1,12 +1,9 @@
 """``ptdbench report``: what it writes, what it refuses, and what it says of damage."""
 
 import os
-import shutil
-import webbrowser
 
 import pytest
 
-from ptdbench.records import store
 from tests.report.made import DDP, FSDP, failed, keep, run
 
 
@@ -49,15 +46,6 @@ class TestForms:
         (sweep / "report.html").mkdir()
         assert report(sweep, "--force") == (1, [], [f"{sweep / 'report.html'}: Is a directory"])
 
-    def test_a_browser_opens_it(self, report, sweep, monkeypatch):
-        opened = []
-        monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
-        assert report(sweep, "--open", "--md")[0] == 0
-        assert opened == [(sweep / "report.html").as_uri()]
-        monkeypatch.setattr(webbrowser, "open", lambda _: False)
-        status, _, err = report(sweep, "--open", "--force")
-        assert (status, err) == (0, [f"no browser was found to show {sweep / 'report.html'}"])
-
     def test_one_run(self, report, sweep):
         assert report(sweep / "1_gpt_tiny_ddp")[0] == 0
         assert (sweep / "1_gpt_tiny_ddp" / "report.html").exists()
@@ -76,33 +64,6 @@ class TestForms:
         )
         assert report(sweep, "--latex", "--title", "8 GPUs")[1] == [f"report       {sweep / 'report.tex'}"]
         assert (sweep / "report.tex").read_text().startswith("% 8 GPUs\n")
-
-    def test_of_several_directories_an_empty_one_is_named_and_left_out(self, report, sweep, tmp_path):
-        """As of a comparison that was killed before its first run."""
-        empty = tmp_path / "empty"
-        empty.mkdir()
-        told = f"{empty}: no record.json there or below"
-        assert report(empty, sweep, "--md") == (0, [f"report       {sweep / 'report.md'}"], [f"{told}: left out"])
-        status, out, err = report(empty, empty)
-        assert (status, out, err[0]) == (1, [], f"{told}: left out")
-        assert err[1].startswith(f"{told}; give the directory ")
-        assert report(sweep, tmp_path / "missing")[0] == 1
-
-    def test_without_a_directory_the_newest_sweep(self, report, sweep, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        told = "report=(no directory): there is no sweep in outputs; give the directory of a run or of a sweep"
-        assert report() == (1, [], [told])
-        outputs = tmp_path / "outputs"
-        outputs.mkdir()
-        for name in ("2026-01-02_sweep", "2026-01-01_sweep"):
-            shutil.copytree(sweep, outputs / name)
-        (outputs / "2026-01-03_toy_ddp").mkdir()  # a run is no sweep
-        shutil.copytree(sweep, outputs / "mine")  # its name has no time
-        assert report()[1] == ["report       outputs/2026-01-02_sweep/report.html"]  # no link, as on some file systems
-        store.point_latest(outputs / "2026-01-01_sweep")
-        assert report()[1] == ["report       outputs/2026-01-01_sweep/report.html"]
-        store.point_latest(outputs / "gone")
-        assert report("--force")[1] == ["report       outputs/2026-01-02_sweep/report.html"]
 
 
 class TestRefused:
@@ -125,11 +86,14 @@ class TestRefused:
         assert report(sweep, "--output", missing)[0] == 0
         assert (missing / "report.html").exists()
 
-    def test_nothing_there(self, report, tmp_path):
+    @pytest.mark.parametrize("others", [0, 1])
+    def test_nothing_there(self, report, sweep, tmp_path, others):
+        empty = tmp_path / "empty"
+        empty.mkdir()
         rule = "no record.json there or below"
         remedy = "give the directory of a run or of a sweep, or a folder of them"
-        assert report(tmp_path) == (1, [], [f"{tmp_path}: {rule}; {remedy}"])
-        assert list(tmp_path.iterdir()) == []
+        assert report(*[sweep] * others, empty) == (1, [], [f"{empty}: {rule}; {remedy}"])
+        assert not list(tmp_path.rglob("report.*"))
 
     def test_records_of_a_later_version(self, report, tmp_path):
         path = keep(tmp_path / "sweep", "0", run(schema=3))

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 #: What two cores, or a machine without the reader's own files, cannot carry.
 LEFT_OUT = re.compile(
     r"<|/data/|my-branch|old/bin|data\.download|\.\.\.|node_rank|rdzv_endpoint|/home/ada|container\.image|"
-    r"tensorboard|job\.sh|nope|ptdbench (status|report$)|my_train|finetune|torchtitan|benchmarks\."
+    r"tensorboard|job\.sh|nope|ptdbench (status|report outputs/latest$)|my_train|finetune|torchtitan|benchmarks\."
 )
 
 #: Commands that would take long as they stand, and what is added to them.

@@ -31,6 +31,9 @@ def test_a_title_is_what_all_runs_of_a_model_have_in_common():
     assert title([run(), run("fsdp", parameters=7)]) == "gpt_tiny · 7 to 1,234,567 parameters · fp32"
     assert title([run(parameters=None, precision=None)], ["batch 16"]) == "gpt_tiny · batch 16"
     assert title([run(parameters=None, kernels="torch")]) == "gpt_tiny · fp32 · kernels=torch"
+    assert title([run(parameters=None, precision="bf16")]) == "gpt_tiny · bf16 · kernels=fused"
+    both = [run(parameters=None, precision="fp16", kernels=kernels) for kernels in ("torch", "fused")]
+    assert title(both) == "gpt_tiny · fp16 · kernels=fused,torch"
 
 
 def layout(parallel, **degrees):
