@@ -7,7 +7,6 @@ has the type declared here. The tables of ``docs/record.md`` are built from this
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -528,15 +527,6 @@ def parse(text: bytes) -> Any:
 def read(text: bytes, kind: type[T]) -> T:
     """Parse strict JSON as a type; raises ValueError."""
     return msgspec.convert(parse(text), kind)
-
-
-def is_path(text: str) -> bool:
-    """Return whether this can be a path: file systems raise an error when asked for an invalid one."""
-    try:
-        name = os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return b"\0" not in name and len(name) < 4096 and all(len(part) < 256 for part in name.split(b"/"))
 
 
 def json_schema() -> bytes:
