@@ -139,9 +139,6 @@ class Phases(Struct):
     #: The bubble's share of a step by the schedule's formula, assuming stages of equal duration; null without a
     #: pipeline, and if there is no formula for so few micro-batches.
     bubble_formula: Amount | None = None
-    #: For each stage, the names of its parts other than repeated layers, such as ``embedding`` and ``head``; null
-    #: without a pipeline.
-    stage_parts: list[list[str]] | None = None
 
 
 class Memory(Struct):

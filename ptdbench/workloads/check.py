@@ -121,12 +121,6 @@ class Check:
             other_load={"matmul": products.load, "p2p": links.load},
             hello=ranks,
             versions={name: facts[0].environment.get(name) for name in _VERSIONS},
-            gpus=[of_rank.gpu for of_rank in warm],
-            links={
-                of_rank.node: {"gpus": [gpu.uuid for gpu in of_rank.seen.gpus], "matrix": of_rank.seen.links}
-                for of_rank in facts
-                if of_rank.seen.links
-            },
             matmul=products.first,
             p2p=links.first,
             collectives=together,

@@ -187,8 +187,6 @@ def check(*texts, attempts=1, **changes):
         "other_load": {},
         "hello": hello(rank(0), rank(1)),
         "versions": {"torch": "2.15.0", "nccl": None},
-        "gpus": [],
-        "links": {},
         "matmul": matmul(7e14, 7e14),
         "p2p": p2p(2, pairs=[link(0, 1, 2e-6, 12e9), link(1, 0, 3e-6, 9e9)]),
         "collectives": {
