@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -85,14 +85,7 @@ class Run(Mapping[str, Any]):
 
 
 class Runs(list[Run]):
-    """A list of runs; a slice is one, too."""
-
-    @overload
-    def __getitem__(self, place: SupportsIndex) -> Run: ...
-    @overload
-    def __getitem__(self, place: slice) -> Runs: ...
-    def __getitem__(self, place: SupportsIndex | slice) -> Run | Runs:
-        return Runs(super().__getitem__(place)) if isinstance(place, slice) else super().__getitem__(place)
+    """A list of runs."""
 
     def frame(self) -> pandas.DataFrame:
         """Return a table with one row per run and one column per record field, by its dotted name.
