@@ -99,7 +99,7 @@ def _measured(job: Job) -> dict[str, Any]:
     }
     return {
         "state": peers.gather(state),
-        "phases": to_builtins(profile.phases(job, loop, None, None)),
+        "phases": to_builtins(profile.phases(job, loop, None)),
         "memory": to_builtins(profile.memory_by_purpose(job, loop)),
     }
 

@@ -93,7 +93,7 @@ def _in_rank(job: Job, pairs: int) -> dict[str, Any]:
     turns = by_turns(sides, pairs + WARMUP, job.device)
     times = {kind: [seconds for _, seconds in of_kind[WARMUP:]] for kind, of_kind in turns.items()}
     mean = Metrics(step_seconds=StepSeconds(mean=float(np.mean([seconds for seconds, _ in times["step"]]))))
-    phases, of_ranks = profile.phases(job, loop, mean, None), gather(times)
+    phases, of_ranks = profile.phases(job, loop, mean), gather(times)
     return {
         "phases": to_builtins(phases),
         **{kind: np.mean([rank[kind] for rank in of_ranks], axis=0).T.tolist() for kind in times},

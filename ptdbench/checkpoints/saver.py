@@ -1,7 +1,6 @@
 """Saving during training: each rank copies its share of the tensors, and a thread writes the copies."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Container, Mapping
@@ -321,8 +320,7 @@ def _lower_priority() -> None:
     """Lower this thread's CPU and I/O priority, and let it run on every core of the process."""
     with suppress(OSError):
         settings.unbind_thread()
-    if sys.platform == "linux":  # elsewhere it would be the whole process
-        thread = threading.get_native_id()
-        with suppress(OSError, psutil.Error):
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
-            psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, 7)
+    thread = threading.get_native_id()
+    with suppress(OSError, psutil.Error):
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
+        psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, 7)

@@ -12,19 +12,18 @@ import traceback
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # at import, as a forked process should load nothing
+_LIBC = ctypes.CDLL(None)  # at import, as a forked process should load nothing
 
 #: Seconds that threads and exit handlers have when the work of a process is done.
 EXIT_SECONDS = 5.0
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when the thread that started it ends, even by SIGKILL; only on Linux."""
-    if _LIBC:
-        parent = os.getppid()
-        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent:  # the parent ended between the two calls
-            os._exit(1)
+    """Have the kernel signal this process when the thread that started it ends, even by SIGKILL."""
+    parent = os.getppid()
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # the parent ended between the two calls
+        os._exit(1)
 
 
 def wait_for(process: subprocess.Popen[bytes]) -> int:

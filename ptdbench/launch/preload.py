@@ -7,7 +7,6 @@ CUDA: a forked process cannot use its parent's CUDA context.
 import ctypes
 import os
 import signal
-import sys
 import warnings
 from contextlib import suppress
 from multiprocessing import forkserver
@@ -44,11 +43,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _interrupt)
-if sys.platform == "linux":
-    signal.signal(signal.SIGTERM, _end)
-    # Otherwise the server would live as long as any rank, and a rank that waits for a peer may live forever.
-    # torch.multiprocessing does the same for every rank with respect to the server.
-    die_with_parent(signal.SIGTERM)
-    # Become the parent of processes that ranks leave behind, so that they can be found.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # when it ends
+signal.signal(signal.SIGTERM, _end)
+# Otherwise the server would live as long as any rank, and a rank that waits for a peer may live forever.
+# torch.multiprocessing does the same for every rank with respect to the server.
+die_with_parent(signal.SIGTERM)
+# Become the parent of processes that ranks leave behind, so that they can be found.
+ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # when it ends

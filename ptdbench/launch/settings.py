@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import sys
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -54,7 +53,7 @@ def enable_expandable_segments(environ: MutableMapping[str, str]) -> None:
     """
     import torch
 
-    supported = sys.platform == "linux" and torch.version.hip is None and torch.cuda.device_count() > 0
+    supported = torch.version.hip is None and torch.cuda.device_count() > 0
     if supported and not any(name in environ for name in _ALLOCATOR):
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -104,9 +103,7 @@ Cores = frozenset[int]
 
 def own_cores() -> Cores:
     """Return the cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
+    return frozenset(os.sched_getaffinity(0))
 
 
 def share_cores(
@@ -144,12 +141,11 @@ def bind_cores(threads: int, cores: Cores | None) -> None:
     # Both: torch may have fixed its number at import, and other libraries read the variable.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-    if cores and hasattr(os, "sched_setaffinity"):
+    if cores:
         # Every thread: those already running do not follow the main thread to other cores.
-        tasks = Path("/proc/self/task")
-        for thread in [int(path.name) for path in tasks.iterdir()] if tasks.exists() else [0]:
+        for thread in os.listdir("/proc/self/task"):
             with suppress(ProcessLookupError):  # it has ended since it was listed
-                os.sched_setaffinity(thread, cores)
+                os.sched_setaffinity(int(thread), cores)
 
 
 def unbind_thread() -> None:
@@ -157,8 +153,7 @@ def unbind_thread() -> None:
 
     For background work, which would otherwise compete with the steps for a core while another may be idle.
     """
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(threading.get_native_id(), _original_cores())
+    os.sched_setaffinity(threading.get_native_id(), _original_cores())
 
 
 def cpu_quota() -> float:
@@ -179,7 +174,7 @@ def cpu_quota() -> float:
 def control_groups(controller: str) -> Iterator[Path]:
     """Yield the folders of the control groups (cgroups(7), v1 or v2) in which a controller may limit this process.
 
-    Its own group comes first. A container may not see the groups above its own. There are none outside Linux.
+    Its own group comes first. A container may not see the groups above its own.
     """
     try:
         lines = [line.split(":", 2) for line in CGROUP_OF_PROCESS.read_text().splitlines()]

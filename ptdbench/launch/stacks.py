@@ -1,6 +1,5 @@
 """Stacks of this process's threads: all of them for the user, and the main thread's place for the watchdog."""
 
-import faulthandler
 import sys
 import threading
 import traceback
@@ -64,12 +63,3 @@ def text() -> str:
         for ident, frame in sys._current_frames().items()
     )
     return "\n".join(stacks)
-
-
-def write(path: Path) -> None:
-    """Write the stacks to a file: as Python sees them, and by faulthandler, which shows which thread holds the GIL."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        file.write(f"{text()}\n")
-        file.flush()
-        faulthandler.dump_traceback(file, all_threads=True)

@@ -225,7 +225,8 @@ class Watchdog:
         """
         shown = stacks.text()
         with suppress(OSError):
-            stacks.write(self._stacks(self._world.rank))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._stacks(self._world.rank).write_text(shown)
         self._mine = replace(self._mine, dumped=True)
         until = time.monotonic() + 2 * self._period + 1
         while time.monotonic() < until and not self._over.is_set():

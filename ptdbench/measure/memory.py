@@ -11,7 +11,6 @@ import gc
 import os
 import re
 import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ def outside_and_size(device: torch.device) -> tuple[int, int]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak to the memory in use; on a CPU without Linux, or if the kernel refuses, it stays."""
+    """Reset the peak to the memory in use; on a CPU it stays if the kernel refuses."""
     if device.type == "cuda":
         _cuda().reset_peak_memory_stats(device)
     else:
@@ -101,8 +100,7 @@ def _peak_resident_bytes() -> int:
     with suppress(OSError):
         if match := re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
             return int(match[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def in_use(device: torch.device) -> Callable[[], int]:
@@ -114,10 +112,7 @@ def in_use(device: torch.device) -> Callable[[], int]:
     if device.type == "cuda":
         statistics = partial(_cuda().memory_stats_as_nested_dict, device)
         return lambda: int(statistics()["allocated_bytes"]["all"]["current"])  # skips building a flat table of all
-    try:
-        pages = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 # closed with the returned function
-    except OSError:
-        return _peak_resident_bytes
+    pages = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 # closed with the returned function
     size = resource.getpagesize()
     return lambda: int(os.pread(pages.fileno(), 100, 0).split()[1]) * size
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import psutil
@@ -25,24 +26,9 @@ from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import node
 from ptdbench.measure.results import OtherLoad
 
-#: NVML's reasons why a GPU does not run at its highest clock: bits of <nvml.h>, in words.
-CLOCK_REASONS = {
-    0x1: "idle",
-    0x2: "clocks set by hand",
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "too hot (software)",
-    0x40: "too hot (hardware)",
-    0x80: "power brake",
-    0x100: "display clocks",
-}
-
-#: Reasons that a sound GPU never reports; large products reach the power cap on any GPU.
-THROTTLES = frozenset({"hardware slowdown", "too hot (software)", "too hot (hardware)", "power brake"})
-
-#: NVML's closest common ancestor of two GPUs, in the terms of ``nvidia-smi topo -m``.
-_ANCESTORS = {0: "SELF", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+#: NVML's reasons for lower clocks that a sound GPU never reports: bits of <nvml.h>, in words. The power cap is none:
+#: large products reach it on any GPU.
+_THROTTLES = {0x8: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
 
 _WORD_BITS = 64
 _MOST_CORES = 4096
@@ -53,7 +39,7 @@ class Gpu(Struct):
 
     uuid: str | None
     bus: str | None
-    clock_reasons: list[str] | None
+    throttles: list[str] | None
     temperature_celsius: int | None
     power_limit_watts: float | None
     power_limit_default_watts: float | None
@@ -65,21 +51,13 @@ class Gpus(Struct):
     """The GPUs of a node."""
 
     gpus: list[Gpu] = []  #: In NVML's order.
-    #: For each pair ``NV<links>`` for NVLink, else ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` as in
-    #: ``nvidia-smi topo -m``.
-    links: list[list[str | None]] = []
+    #: By the UUIDs of a pair ``NV<links>`` for NVLink, else NVML's number of their closest common ancestor.
+    links: dict[tuple[str | None, str | None], str | int | None] = {}
     reason: str | None = None  #: Why both are empty.
 
     def get(self, uuid: str | None) -> Gpu | None:
         """Return a GPU of this node."""
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
-
-    def link(self, source: Gpu, target: Gpu) -> str | None:
-        """Return the link between two GPUs, if both are in this node."""
-        uuids = [gpu.uuid for gpu in self.gpus]
-        if source.uuid not in uuids or target.uuid not in uuids:
-            return None
-        return self.links[uuids.index(source.uuid)][uuids.index(target.uuid)]
 
 
 def inspect_gpus(nvml: Any = None) -> Gpus:
@@ -135,7 +113,7 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
     return Gpu(
         uuid=_text(query("nvmlDeviceGetUUID")),
         bus=_text(place.busId) if place else None,
-        clock_reasons=None if bits is None else [words for bit, words in CLOCK_REASONS.items() if bits & bit],
+        throttles=None if bits is None else [words for bit, words in _THROTTLES.items() if bits & bit],
         temperature_celsius=query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
         power_limit_watts=power_limit(nvml, handle),
         power_limit_default_watts=_watts(query("nvmlDeviceGetPowerManagementDefaultLimit")),
@@ -149,12 +127,10 @@ def power_limit(nvml: Any, handle: Any) -> float | None:
     return _watts(ask_nvml(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle))
 
 
-def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Gpu]) -> list[list[str | None]]:
+def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Gpu]) -> dict[tuple[str | None, str | None], Any]:
     ends = [_nvlink_ends(nvml, handle) for handle in handles]
 
-    def between(source: int, target: int) -> str | None:
-        if source == target:
-            return "SELF"
+    def between(source: int, target: int) -> str | int | None:
         direct = ends[source].count(gpus[target].bus)
         if direct:
             return f"NV{direct}"
@@ -162,10 +138,10 @@ def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Gpu]) -> list[list[
         over = ask_nvml(nvml, "nvmlDeviceGetP2PStatus", *pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
         if ends[source] and over == nvml.NVML_P2P_STATUS_OK:  # through a switch, which uses all links of both
             return f"NV{min(len(ends[source]), len(ends[target]))}"
-        ancestor = ask_nvml(nvml, "nvmlDeviceGetTopologyCommonAncestor", *pair)
-        return None if ancestor is None else _ANCESTORS.get(ancestor)
+        return ask_nvml(nvml, "nvmlDeviceGetTopologyCommonAncestor", *pair)
 
-    return [[between(source, target) for target in range(len(handles))] for source in range(len(handles))]
+    pairs = permutations(range(len(gpus)), 2)
+    return {(gpus[source].uuid, gpus[target].uuid): between(source, target) for source, target in pairs}
 
 
 def _nvlink_ends(nvml: Any, handle: Any) -> list[str | None]:

@@ -188,7 +188,6 @@ class Collectives(Struct):
     group: str | list[int]  #: The requested groups.
     groups: list[list[int]]  #: The ranks of each group; all groups run concurrently.
     results: list[CollectiveResult]  #: One for each collective, dtype and size.
-    left_out: list[str]  #: Collectives that the backend does not support.
 
 
 class Check(Struct):
@@ -205,8 +204,6 @@ class Check(Struct):
     other_load: dict[str, list[OtherLoad]]
     hello: Hello  #: The ranks.
     versions: dict[str, Any]  #: Versions of rank 0.
-    gpus: list[Any]  #: State of each rank's GPU, from NVML; null on a CPU.
-    links: dict[str, Any]  #: How the ranks of each node are connected.
     matmul: Matmul  #: Rates of the devices.
     p2p: P2P | None  #: Links; null for one rank.
     collectives: Collectives | None  #: A few collectives; null for one rank.

@@ -60,17 +60,6 @@ def split_stages(model: Model, ranks: Sequence[int]) -> StageSplit:
     return StageSplit(stages, ranks, holds)
 
 
-def unrepeated(model: Model, split: StageSplit) -> list[list[str]]:
-    """Return for each stage the names of submodules with weights outside the repeated layers, such as the head."""
-    parts, layers = model.parts() or {}, set(model.layers())
-    modules = {member: module for name, part in parts.items() for member, module in members(name, part).items()}
-
-    def is_unrepeated(name: str) -> bool:
-        return not layers & set(modules[name].modules()) and next(modules[name].parameters(), None) is not None
-
-    return [list(filter(is_unrepeated, names)) for names in split.holds]
-
-
 def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
     """Return the cost of each part: the FLOPs that the model states or counts, else its number of parameters."""
     if flops := _flops(model, parts):

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,9 +30,6 @@ SERIES = {
     "step_seconds": "step_seconds",
     "slowest_seconds": "slowest_seconds",
 }
-
-#: Steps that a damaged file may have lost, which become NaN; if more are missing, the record itself must be wrong.
-MOST_LOST = 10_000_000
 
 
 class Run(Mapping[str, Any]):
@@ -76,7 +73,6 @@ class Run(Mapping[str, Any]):
         Raises:
             KeyError: There is no series of that name.
             FileNotFoundError: The run has done steps, but the file of its series is missing.
-            ptdbench.records.store.Damaged: The file lacks more steps than it can have lost.
         """
         if name not in SERIES:
             raise KeyError(f"there is no series {name!r}: try {', '.join(SERIES)}")
@@ -85,20 +81,11 @@ class Run(Mapping[str, Any]):
             raise FileNotFoundError(f"{path} is missing: it holds the series of the run, and belongs to its record")
         values = series.column(series.blocks(path), SERIES[name])
         missing = max(steps - len(values), 0)  # the file was damaged
-        if missing > MOST_LOST:
-            raise store.Damaged(f"{path} is damaged: it holds {len(values):,} of the {steps:,} steps on record")
         return np.pad(values, ((0, missing), *[(0, 0)] * (values.ndim - 1)), constant_values=np.nan)
 
 
 class Runs(list[Run]):
-    """A list of runs; a slice is one, too."""
-
-    @overload
-    def __getitem__(self, place: SupportsIndex) -> Run: ...
-    @overload
-    def __getitem__(self, place: slice) -> Runs: ...
-    def __getitem__(self, place: SupportsIndex | slice) -> Run | Runs:
-        return Runs(super().__getitem__(place)) if isinstance(place, slice) else super().__getitem__(place)
+    """A list of runs."""
 
     def frame(self) -> pandas.DataFrame:
         """Return a table with one row per run and one column per record field, by its dotted name.

@@ -7,7 +7,6 @@ has the type declared here. The tables of ``docs/record.md`` are built from this
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -140,9 +139,6 @@ class Phases(Struct):
     #: The bubble's share of a step by the schedule's formula, assuming stages of equal duration; null without a
     #: pipeline, and if there is no formula for so few micro-batches.
     bubble_formula: Amount | None = None
-    #: For each stage, the names of its parts other than repeated layers, such as ``embedding`` and ``head``; null
-    #: without a pipeline.
-    stage_parts: list[list[str]] | None = None
 
 
 class Memory(Struct):
@@ -528,15 +524,6 @@ def parse(text: bytes) -> Any:
 def read(text: bytes, kind: type[T]) -> T:
     """Parse strict JSON as a type; raises ValueError."""
     return msgspec.convert(parse(text), kind)
-
-
-def is_path(text: str) -> bool:
-    """Return whether this can be a path: file systems raise an error when asked for an invalid one."""
-    try:
-        name = os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return b"\0" not in name and len(name) < 4096 and all(len(part) < 256 for part in name.split(b"/"))
 
 
 def json_schema() -> bytes:

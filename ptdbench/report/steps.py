@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
-from ptdbench.comparison import ranking
 from ptdbench.comparison.ranking import Standing
 from ptdbench.grouping import grouped
 from ptdbench.profiling.phases import PHASES
@@ -271,15 +270,8 @@ def _uneven(phases: Phases) -> Iterator[str]:
     relative = [of_rank / mean - 1 if mean else 0.0 for of_rank in seconds]
     ends = [relative.index(choose(relative)) for choose in (max, min)]
     if apart := [rank for rank in ends if abs(relative[rank]) >= _EVEN]:
-        texts = [f"{relative[rank]:+.0%} on {_with_parts(phases, rank)}" for rank in apart]
+        texts = [f"{relative[rank]:+.0%} on {rank_name(phases, rank)}" for rank in apart]
         yield f"forward + backward {', '.join(texts)}"
-
-
-def _with_parts(phases: Phases, rank: int) -> str:
-    """Return a rank's name and the parts of its stages besides repeated layers: ``rank 3 (stage 3) with head``."""
-    stages, parts = phases.stages[rank] if phases.stages else [], phases.stage_parts or []
-    held = [name for stage in stages if stage < len(parts) for name in parts[stage]]
-    return rank_name(phases, rank) + (f" with {ranking.spoken(held)}" if held else "")
 
 
 def _straggler(phases: Phases) -> Iterator[str]:

@@ -118,8 +118,7 @@ def _as_rank(environ: Mapping[str, str], attempt: Attempt, watch: Stopwatch, hea
     local.die_on_signals()
     settings.enable_expandable_segments(os.environ)
     settings.enable_sanitizer(os.environ)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all peers are on this machine
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all peers are on this machine
     world = discover(os.environ)
     assert world is not None  # local.start has just set torchrun's variables
     take_part(replace(world, launcher="local"), attempt, watch, heading)

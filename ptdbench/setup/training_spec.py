@@ -26,7 +26,7 @@ from ptdbench.parallel.engine import Engine, MakeOptimizer
 from ptdbench.parallel.footprint import StateBytes, footprints
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.options import Setting
-from ptdbench.parallel.pipeline_stages import StageSplit, imbalance, split_stages, unrepeated
+from ptdbench.parallel.pipeline_stages import imbalance, split_stages
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, divisors, first_line, require, under
@@ -101,19 +101,12 @@ class TrainingSpec:
             return None
         return f"kernels=torch, except for {', '.join(used)}, where ptdbench's own stands in"
 
-    def parts_of_stages(self) -> list[list[str]] | None:
-        """Return each stage's parts other than repeated layers, before :meth:`engine`; ``None`` without a pipeline."""
-        if (where := self._split()) is None:
-            return None
-        return [[name.removeprefix(foreign.PREFIX) for name in names] for names in unrepeated(self.model, where)]
-
     def imbalance(self) -> str | None:
         """Say which stages of a pipeline have too much of the model, if any, before :meth:`engine`."""
-        return imbalance(self.model, where) if (where := self._split()) else None
-
-    def _split(self) -> StageSplit | None:
         dims = self.layout.dims
-        return split_stages(self.model, self.strategy.stage_ranks(dims)) if dims.pipeline > 1 else None
+        if dims.pipeline == 1:
+            return None
+        return imbalance(self.model, split_stages(self.model, self.strategy.stage_ranks(dims)))
 
     def engine(self, mesh: Mesh, device: torch.device) -> Engine:
         """Lay out the model over the mesh; called in every rank."""

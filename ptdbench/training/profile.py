@@ -43,11 +43,8 @@ from ptdbench.virtual.watch import Log
 MOST_SECONDS = 60.0
 
 
-def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[str]] | None) -> Phases | None:
-    """Profile some steps; called in all ranks, as the last part of a run. ``None`` on ranks other than the first.
-
-    ``parts``: each pipeline stage's parts outside the repeated layers.
-    """
+def phases(job: Job, loop: StepLoop, metrics: Metrics | None) -> Phases | None:
+    """Profile some steps; called in all ranks, as the last part of a run. ``None`` on ranks other than the first."""
     timed: float | None = gather(metrics and metrics.step_seconds and metrics.step_seconds.mean)[0]
     steps = _count(job.spec.config.profile.steps, timed)
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
@@ -70,7 +67,6 @@ def phases(job: Job, loop: StepLoop, metrics: Metrics | None, parts: list[list[s
     breakdown = scaled(of_ranks, timed)
     breakdown.stages = traces.stages(job)
     breakdown.bubble_formula = _bubble(job)
-    breakdown.stage_parts = parts
     return breakdown
 
 

@@ -18,7 +18,7 @@ from ptdbench.job import Job, Outcome
 from ptdbench.launch.collect import gather
 from ptdbench.measure import node_state, results
 from ptdbench.measure.hardware import environment
-from ptdbench.measure.node_state import THROTTLES, Gpu, Gpus
+from ptdbench.measure.node_state import Gpu, Gpus
 from ptdbench.measure.products import ProductShape, time_products
 from ptdbench.measure.results import P2P, Finding, Matmul, OtherLoad, Pair, Verdict
 from ptdbench.measure.timing import median_of
@@ -121,12 +121,6 @@ class Check:
             other_load={"matmul": products.load, "p2p": links.load},
             hello=ranks,
             versions={name: facts[0].environment.get(name) for name in _VERSIONS},
-            gpus=[of_rank.gpu for of_rank in warm],
-            links={
-                of_rank.node: {"gpus": [gpu.uuid for gpu in of_rank.seen.gpus], "matrix": of_rank.seen.links}
-                for of_rank in facts
-                if of_rank.seen.links
-            },
             matmul=products.first,
             p2p=links.first,
             collectives=together,
@@ -208,7 +202,7 @@ def _link_rates(facts: Sequence[_Facts], p2p: P2P | None) -> Rates[tuple[int, in
     def kind(source: _Facts, target: _Facts) -> Hashable:
         if source.node != target.node:
             return "between nodes"
-        return source.seen.link(source.gpu, target.gpu) if source.gpu and target.gpu else "within a node"
+        return source.seen.links.get((source.gpu.uuid, target.gpu.uuid)) if source.gpu and target.gpu else "in a node"
 
     def rate(pair: Pair) -> float:
         size = pair.sizes[-1]
@@ -284,9 +278,8 @@ def _gpu_findings(job: Job, before: Sequence[_Facts], after: Sequence[_Facts]) -
 
 def gpu_troubles(rank: int, gpu: Gpu, users: int, cores: Sequence[int]) -> Iterator[Finding]:
     """Yield findings for one rank's GPU; ``users``: ranks that use it; ``cores``: that this rank may run on."""
-    throttled = sorted(THROTTLES & set(gpu.clock_reasons or ()))
-    if throttled:
-        text = f"the GPU of rank {rank} is throttled: {', '.join(throttled)}, at {gpu.temperature_celsius} °C"
+    if gpu.throttles:
+        text = f"the GPU of rank {rank} is throttled: {', '.join(gpu.throttles)}, at {gpu.temperature_celsius} °C"
         yield Finding("throttled", [rank], text)
     others = (gpu.processes or 0) - users
     if others > 0:

@@ -51,12 +51,11 @@ class Train:
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part."""
         job.display.phase("building")
-        parts = job.training.parts_of_stages()  # before the layout changes the model
         training = _Training(job)
         outcome = training.outcome()
         if not (outcome.stopped or outcome.error):
             with memory.no_collection():  # a collection would copy the pages shared with the fork server
-                _explain(job, training.loop, outcome, parts)
+                _explain(job, training.loop, outcome)
         return outcome
 
 
@@ -164,7 +163,7 @@ class _Training:
         remarks.checkpoints = [*self._checkpointing.problems, *self._recorder.warnings] or None
 
 
-def _explain(job: Job, loop: StepLoop, outcome: Outcome, parts: list[list[str]] | None) -> None:
+def _explain(job: Job, loop: StepLoop, outcome: Outcome) -> None:
     """Add the phases and the memory of a step to the outcome.
 
     The run has already succeeded, and its record says so whatever happens in this pass, even a stop signal.
@@ -176,7 +175,7 @@ def _explain(job: Job, loop: StepLoop, outcome: Outcome, parts: list[list[str]] 
         outcome.profiles = not machine  # whose times mean nothing
         _conclude(job, outcome)
         if outcome.profiles:
-            outcome.phases = profile.phases(job, loop, outcome.metrics, parts)
+            outcome.phases = profile.phases(job, loop, outcome.metrics)
             outcome.profiles = False
             _conclude(job, outcome)
         outcome.memory = profile.memory_by_purpose(job, loop)

@@ -1,6 +1,7 @@
 """Where threads are."""
 
 import sys
+import threading
 
 import torch
 
@@ -33,10 +34,13 @@ def test_exchanges_wait_and_decorators_are_skipped():
     assert stacks.place(frames[0]).function == "test_exchanges_wait_and_decorators_are_skipped"
 
 
-def test_stacks_file_has_all_threads_twice(tmp_path):
-    path = tmp_path / "failures" / "stacks.txt"
-    stacks.write(path)
-    text = path.read_text()
+def test_text_has_all_threads_with_their_source():
+    go_on = threading.Event()
+    other = threading.Thread(target=go_on.wait, name="of the test")
+    other.start()
+    text = stacks.text()
+    go_on.set()
+    other.join()
     assert "Thread MainThread:" in text
-    assert "stacks.write(path)" in text  # Python's view has the source
-    assert "most recent call first" in text  # the interpreter's
+    assert "text = stacks.text()" in text
+    assert "Thread of the test:" in text

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 from ptdbench.measure import node_state
 from ptdbench.measure.node_state import Spent, cores_taken
@@ -46,19 +45,16 @@ def made(**others) -> SimpleNamespace:
 def test_a_gpu_is_described_and_what_it_does_not_tell_is_missing():
     gpu = node_state.inspect_gpus(made()).gpus[1]
     assert (gpu.uuid, gpu.bus) == ("GPU-1", "bus1")
-    assert gpu.clock_reasons == ["power cap", "too hot (hardware)"]
+    assert gpu.throttles == ["too hot (hardware)"]
     assert (gpu.power_limit_watts, gpu.power_limit_default_watts) == (600, None)
     assert (gpu.temperature_celsius, gpu.processes, gpu.near_cores) == (71, 2, [0, 2, 64])
 
 
-def test_links_are_named_as_nvidia_smi_names_them():
-    seen = node_state.inspect_gpus(made())
-    assert seen.links == [
-        ["SELF", "NV2", "PHB", "PHB"], ["NV2", "SELF", "SYS", "PHB"], ["PHB", "SYS", "SELF", "NV3"],
-        ["PHB", "PHB", "NV3", "SELF"],
-    ]  # fmt: skip
-    assert seen.link(seen.gpus[2], seen.gpus[1]) == "SYS"
-    assert seen.link(seen.gpus[2], replace(seen.gpus[1], uuid="GPU-of-another-node")) is None
+def test_links_are_told_apart():
+    links = node_state.inspect_gpus(made()).links
+    one_way = {(0, 1): "NV2", (0, 2): 30, (0, 3): 30, (1, 2): 50, (1, 3): 30, (2, 3): "NV3"}
+    both_ways = one_way | {(target, source): link for (source, target), link in one_way.items()}
+    assert links == {(f"GPU-{source}", f"GPU-{target}"): link for (source, target), link in both_ways.items()}
 
 
 def test_nvml_is_shut_down_and_a_node_without_it_says_so(monkeypatch):

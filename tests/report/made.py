@@ -108,7 +108,7 @@ def phased(parallel: str, step: float, ranks: dict[str, list[float]], **changes:
     found: dict[str, Any] = {
         "steps": 5, "reason": None, "profiled_step_seconds": 1.25e-3 * step, "step_seconds": step / 1e3,
         "ranks": seconds, "communication": {}, "waited_for": [0.0] * size, "waited_for_most": [], "stages": None,
-        "stage_parts": None, "bubble_formula": None,
+        "bubble_formula": None,
     }  # fmt: skip
     found |= {name: changes.pop(name) for name in list(changes) if name in found}
     metrics = run(tokens_per_second=1e6 / step)["metrics"]

@@ -65,7 +65,7 @@ class TestOnThisMachine:
         (run,) = status.settle(path).runs
         assert (run.is_over, run.record.status) == (True, "ok")
 
-    @pytest.mark.parametrize("name", ["../mine", "/mine", "a/../../mine", "a\0b"])
+    @pytest.mark.parametrize("name", ["../mine", "/mine", "a/../../mine"])
     def test_a_list_of_jobs_reaches_no_run_of_another_folder(self, sweep, name):
         """A sweep that somebody sent, looked at where there is a queue, which has never heard of its jobs."""
         mine = sweep.path.with_name("mine")

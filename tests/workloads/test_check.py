@@ -109,7 +109,7 @@ def test_ranks_beside_other_load():
 
 UNKNOWN = Gpu(*[None] * len(Gpu.__struct_fields__))
 GPU = replace(
-    UNKNOWN, clock_reasons=["power cap"], temperature_celsius=60, processes=1, power_limit_watts=700.0,
+    UNKNOWN, throttles=[], temperature_celsius=60, processes=1, power_limit_watts=700.0,
     power_limit_default_watts=700.0, near_cores=[0, 1, 2, 3],
 )  # fmt: skip
 
@@ -156,7 +156,7 @@ def test_the_verdict_and_versions_that_differ():
 
 @pytest.mark.parametrize(("changes", "users", "cores", "kind", "text"), [
     (
-        {"clock_reasons": ["power cap", "too hot (hardware)"]}, 1, (2, 3), "throttled",
+        {"throttles": ["too hot (hardware)"]}, 1, (2, 3), "throttled",
         "the GPU of rank 4 is throttled: too hot (hardware), at 60 °C",
     ),
     ({"processes": 3}, 1, (2, 3), "busy", "the GPU of rank 4 is used by 2 other processes"),
@@ -165,7 +165,7 @@ def test_the_verdict_and_versions_that_differ():
         "the GPU of rank 4 is limited to 500 W, below the default 700 W",
     ),
     ({}, 1, (8, 9), "far cores", "rank 4 cannot run on any core near its GPU"),
-    ({}, 1, (2, 3), None, None),  # at its power cap
+    ({}, 1, (2, 3), None, None),
     ({"processes": 2}, 2, (2, 3), None, None),
     (asdict(UNKNOWN), 1, (2, 3), None, None),
 ])  # fmt: skip
