@@ -154,7 +154,7 @@ def problems(options: Mapping[str, Any]) -> list[Problem]:
     return of_counts + [Problem(option, options[option], rule) for holds, option, rule in rules if not holds]
 
 
-def messaging_problems(workload: str, world_size: int, device_type: str, backend: str) -> Iterator[Problem]:
+def without_messages(workload: str, world_size: int, device_type: str, backend: str) -> Iterator[Problem]:
     """Yield the problems of ranks that cannot send messages to measure."""
     if world_size < 2:
         remedy = "try cluster.ranks_per_node=2, or more nodes"
