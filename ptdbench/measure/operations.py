@@ -1,7 +1,7 @@
 """The collective operations of ``torch.distributed``, each prepared at one size for repeated calls.
 
-The size of a message is the whole: if every rank holds a share (``all_gather``, ``reduce_scatter``, ``all_to_all``),
-the sum of all shares, as in nccl-tests.
+The size of a message is the whole: if every rank holds a share (``scatter``, ``gather``, ``all_gather``,
+``reduce_scatter``, ``all_to_all``), the sum of all shares, as in nccl-tests.
 
 Messages are small integers that every rank can compute for every other: each element depends on its source and
 position, and sums are exact in the dtype, so that any order of additions gives the same bits.
@@ -17,16 +17,25 @@ from torch import Tensor
 
 from ptdbench.virtual.machine import is_virtual
 
-#: The formats of weights and gradients.
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: The formats that gloo and NCCL can both reduce.
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
 
 
 def largest_exact(dtype: torch.dtype) -> int:
     """Return the largest ``n`` such that all integers from 0 to ``n`` are represented exactly."""
-    return round(2 / torch.finfo(dtype).eps)
+    return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-#: Sources send numbers from 1 to this, a prime that bytes and every dtype represent.
+#: Sources send numbers from 1 to this: a prime below 127, so that every dtype represents them.
 _LABELS = 113
 
 #: Ranks contribute numbers from 1 to this to a sum.
@@ -69,10 +78,15 @@ class GroupRank:
     """One rank of a group."""
 
     group: dist.ProcessGroup | None  #: The process group; ``None`` for all ranks of the run.
-    ranks: Sequence[int]  #: Global ranks of the group; the first one broadcasts.
+    ranks: Sequence[int]  #: Global ranks of the group; the first one is the root of rooted operations.
     index: int  #: This rank's index in the group.
     device: torch.device  #: This rank's device.
     dtype: torch.dtype  #: Dtype of the message.
+
+    @property
+    def root(self) -> int:
+        """The global rank of the root."""
+        return self.ranks[0]
 
     def empty(self, count: int) -> Tensor:
         """Return a tensor of ``count`` zeros."""
@@ -110,7 +124,7 @@ class Operation:
     has_shares: bool = False  #: Whether each rank holds a share of the whole.
     reduces: bool = False  #: Whether it sums.
     #: Bus bandwidth, the rate of the slowest link, over bytes per second, for a number of ranks, as nccl-tests defines
-    #: it (``doc/PERFORMANCE.md``); ``None`` if no data move.
+    #: it (``doc/PERFORMANCE.md``, ``src/gather.cu`` and ``src/scatter.cu``); ``None`` if no data move.
     bus_factor: Callable[[int], float] | None = lambda ranks: 1.0
 
     def count(self, size: int, ranks: int, item_bytes: int) -> int:
@@ -130,7 +144,7 @@ _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scat
 def _broadcast(rank: GroupRank, count: int) -> Message:
     data = rank.empty(count)
     return Message(
-        partial(dist.broadcast, data, rank.ranks[0], rank.group),
+        partial(dist.broadcast, data, rank.root, rank.group),
         input=data,
         result=data,
         fill=lambda: rank.sent(0, count) if rank.index == 0 else rank.empty(count),
@@ -138,22 +152,40 @@ def _broadcast(rank: GroupRank, count: int) -> Message:
     )
 
 
-def _all_reduce(rank: GroupRank, count: int) -> Message:
+def _reduce(rank: GroupRank, count: int, to_all: bool = False) -> Message:
     data = rank.empty(count)
+    reduce = dist.all_reduce if to_all else partial(dist.reduce, dst=rank.root)
     return Message(
-        partial(dist.all_reduce, data, group=rank.group),
+        partial(reduce, data, group=rank.group),
         input=data,
-        result=data,
+        result=data if to_all or rank.index == 0 else None,
         fill=lambda: rank.contributed(count),
         expected=lambda: rank.summed(count),
     )
 
 
-def _all_gather(rank: GroupRank, count: int) -> Message:
+def _scatter(rank: GroupRank, count: int) -> Message:
     ranks = len(rank.ranks)
-    share, whole = rank.empty(count), rank.empty(count * ranks)
+    share = rank.empty(count)
+    whole = rank.empty(count * ranks) if rank.index == 0 else None
+    shares = None if whole is None else list(whole.chunk(ranks))
     return Message(
-        partial(_all_gather_tensor, whole, share, group=rank.group),
+        partial(dist.scatter, share, shares, rank.root, rank.group),
+        input=whole,
+        result=share,
+        fill=lambda: torch.cat([rank.sent(index, count) for index in range(ranks)]),
+        expected=lambda: rank.sent(rank.index, count),
+    )
+
+
+def _gather(rank: GroupRank, count: int, to_all: bool = False) -> Message:
+    ranks = len(rank.ranks)
+    share = rank.empty(count)
+    whole = rank.empty(count * ranks) if to_all or rank.index == 0 else None
+    shares = None if whole is None else list(whole.chunk(ranks))
+    gather = partial(_all_gather_tensor, whole) if to_all else partial(dist.gather, gather_list=shares, dst=rank.root)
+    return Message(
+        partial(gather, share, group=rank.group),
         input=share,
         result=whole,
         fill=lambda: rank.sent(rank.index, count),
@@ -188,15 +220,29 @@ def _all_to_all(rank: GroupRank, count: int) -> Message:
 
 _with_shares = partial(Operation, has_shares=True, bus_factor=lambda ranks: (ranks - 1) / ranks)
 
-#: The operations that layouts use.
 OPERATIONS: dict[str, Operation] = {
     "broadcast": Operation(_broadcast),
-    "all_reduce": Operation(_all_reduce, reduces=True, bus_factor=lambda ranks: 2 * (ranks - 1) / ranks),
-    "all_gather": _with_shares(_all_gather),
+    "reduce": Operation(_reduce, reduces=True),
+    "all_reduce": Operation(
+        partial(_reduce, to_all=True), reduces=True, bus_factor=lambda ranks: 2 * (ranks - 1) / ranks
+    ),
+    "scatter": _with_shares(_scatter),
+    "gather": _with_shares(_gather),
+    "all_gather": _with_shares(partial(_gather, to_all=True)),
     "reduce_scatter": _with_shares(_reduce_scatter, reduces=True),
     "all_to_all": _with_shares(_all_to_all),
     "barrier": Operation(lambda rank, _: Message(partial(dist.barrier, rank.group)), bus_factor=None),
 }
+
+
+def unsupported(backend: str, device_type: str) -> list[str]:
+    """Return the operations that a backend does not support for a device, by the table of ``torch.distributed``.
+
+    gloo supports only two operations on GPU tensors, and the barrier, which has no tensor.
+    """
+    if (backend, device_type) != ("gloo", "cuda"):
+        return []
+    return [name for name in OPERATIONS if name not in ("broadcast", "all_reduce", "barrier")]
 
 
 def verify(message: Message, name: str, place: GroupRank) -> None:

@@ -188,6 +188,7 @@ class Collectives(Struct):
     group: str | list[int]  #: The requested groups.
     groups: list[list[int]]  #: The ranks of each group; all groups run concurrently.
     results: list[CollectiveResult]  #: One for each collective, dtype and size.
+    left_out: list[str]  #: Collectives that the backend does not support.
 
 
 class Check(Struct):

@@ -6,7 +6,7 @@ is timed on every rank, and takes as long as its slowest rank; ranks compare the
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,13 +154,10 @@ def problems(options: Mapping[str, Any]) -> list[Problem]:
     return of_counts + [Problem(option, options[option], rule) for holds, option, rule in rules if not holds]
 
 
-def without_messages(workload: str, world_size: int, device_type: str, backend: str) -> Iterator[Problem]:
-    """Yield the problems of ranks that cannot send messages to measure."""
-    if world_size < 2:
-        remedy = "try cluster.ranks_per_node=2, or more nodes"
-        yield Problem("workload", workload, "needs at least two ranks", remedy)
-    if (backend, device_type) == ("gloo", "cuda"):  # gloo has only two operations on GPU tensors
-        yield Problem("backend", backend, "cannot send GPU tensors", "try nccl, or device=cpu")
+def single_rank(workload: str, world_size: int) -> Problem | None:
+    """Return a problem if a single rank is to measure messages."""
+    remedy = "try cluster.ranks_per_node=2, or more nodes"
+    return Problem("workload", workload, "needs at least two ranks", remedy) if world_size < 2 else None
 
 
 def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:

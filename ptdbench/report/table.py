@@ -292,7 +292,10 @@ def collectives_tables(collectives: results.Collectives, width: int) -> str:
     title = f"{plural(len(groups), 'group')} of {plural(len(groups[0]), 'rank')}"
     if len(groups) > 1:
         title += f" ({collectives.group}), at the same time"
-    return f"{title}; every result was checked\n{_sizes(collectives.results, width)}"
+    table = f"{title}; every result was checked\n{_sizes(collectives.results, width)}"
+    if not collectives.left_out:
+        return table
+    return "\n\n".join([table, wrap(f"left out, not in this backend: {', '.join(collectives.left_out)}", width)])
 
 
 def _gigabytes(bytes_per_second: float | None) -> str:

@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import results, timing
-from ptdbench.measure.operations import DTYPES, OPERATIONS, GroupRank, verify
+from ptdbench.measure.operations import DTYPES, OPERATIONS, GroupRank, unsupported, verify
 from ptdbench.measure.results import CollectiveResult, Series
 from ptdbench.measure.timing import Effort, median_of, summary
 from ptdbench.problems import Problem, divisors, nearest, require, try_these
@@ -42,9 +42,14 @@ class Collectives(Effort):
         require(*wrong)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """Raise ConfigError for missing ranks, and for a backend that cannot send."""
+        """Raise ConfigError for missing ranks and for operations that the backend does not support."""
+        missing = unsupported(backend, device_type)
+        requested = [] if self.ops == "all" else [name for name in missing if name in _listed(self.ops, ())]
+        rule = f"{backend} does not support {', '.join(requested)} on GPU tensors"
+        remedy = f"try {', '.join(name for name in OPERATIONS if name not in missing)}, or backend=nccl"
         require(
-            *timing.without_messages("collectives", world_size, device_type, backend),
+            timing.single_rank("collectives", world_size),
+            Problem("workload.ops", self.ops, rule, remedy) if requested else None,
             *_group_problems(self.group, self.pipeline_size, world_size),
         )
 
@@ -52,11 +57,12 @@ class Collectives(Effort):
         """Run one rank's part."""
         return Outcome(collectives=measure(job, self))
 
-    def series(self) -> Iterator[Series]:
-        """Yield all series to measure."""
+    def series(self, without: Sequence[str] = ()) -> Iterator[Series]:
+        """Yield all series to measure, except those of the operations ``without``."""
         for op in _listed(self.ops, OPERATIONS):
             for dtype in _listed(self.dtypes, DTYPES) if OPERATIONS[op].bus_factor else [None]:
-                yield Series(op, dtype, "sum" if OPERATIONS[op].reduces else None)
+                if op not in without:
+                    yield Series(op, dtype, "sum" if OPERATIONS[op].reduces else None)
 
 
 def measure(job: Job, options: Collectives) -> results.Collectives:
@@ -72,8 +78,13 @@ def measure(job: Job, options: Collectives) -> results.Collectives:
     timing.require_memory(job.device, job.world.local_size, need, "workload.max_bytes", options.max_bytes)
     groups = groups_of(options.group, job.world.size, options.pipeline_size)
     member = _join(groups, job)
-    figures = results.Collectives(options.group, groups, [])
-    for series in options.series():
+    figures = results.Collectives(
+        group=options.group,
+        groups=groups,
+        results=[],
+        left_out=unsupported(job.spec.backend, job.device.type),
+    )
+    for series in options.series(figures.left_out):
         figures.results += _measure_series(job, options, series, member, len(groups[0]))
     if member and member.group:
         dist.destroy_process_group(member.group)

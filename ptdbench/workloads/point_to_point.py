@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import timing
-from ptdbench.measure.operations import compare, sent
+from ptdbench.measure.operations import DTYPES, compare, sent
 from ptdbench.measure.results import P2P, MessageSize, Pair
 from ptdbench.measure.timing import Effort, median_of, summary
 from ptdbench.problems import Problem, require
@@ -46,7 +46,9 @@ class PointToPoint(Effort):
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
         """Raise ConfigError for a single rank, and for a backend that cannot send."""
-        require(*timing.without_messages("p2p", world_size, device_type, backend))
+        mute = Problem("backend", backend, "cannot send GPU tensors", "try nccl, or device=cpu")
+        of_gloo = mute if (backend, device_type) == ("gloo", "cuda") else None
+        require(timing.single_rank("p2p", world_size), of_gloo)
 
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part."""
@@ -106,7 +108,7 @@ def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size
 
 
 def _verify_one_way(data: Tensor, source: int, target: int, rank: int) -> None:
-    expected = sent(source, data.numel(), torch.uint8, data.device)
+    expected = sent(source, data.numel(), DTYPES["uint8"], data.device)
     if rank == source:
         dist.send(expected, target)
     else:

@@ -118,7 +118,8 @@ def collective(op="all_reduce", size=2**20, **changes):
 
 
 def collectives(*results, **changes):
-    found = {"group": "all", "groups": [[0, 1, 2, 3]], "results": list(results)} | changes
+    found = {"group": "all", "groups": [[0, 1, 2, 3]], "results": list(results)}
+    found |= {"left_out": []} | changes
     return collectives_tables(convert(found, Collectives), 100)
 
 
@@ -132,7 +133,7 @@ class TestCollectives:
         assert cells(text, "barrier") == ["barrier", "-", "1.00 ms", "900 µs", "2.00 ms", "-", "-"]
 
     def test_of_many_sizes_the_first_and_the_last_are_shown_and_the_rest_is_admitted(self):
-        ops = ("broadcast", "all_to_all", "reduce_scatter", "all_reduce", "all_gather")
+        ops = ("broadcast", "reduce", "gather", "scatter", "all_gather")
         text = collectives(*(collective(op, 8 * 2**power) for op in ops for power in range(26)))
         for op in ops:
             assert cells(text, f"{op} fp32")[1] == "8 B"
@@ -140,9 +141,11 @@ class TestCollectives:
         assert "130 figures, not all of them shown" in text
         assert len(text.splitlines()) < 100
 
-    def test_several_groups_are_said(self):
-        text = collectives(collective(), group="data", groups=[[0, 2], [1, 3]])
+    def test_several_groups_and_what_was_left_out_are_said(self):
+        groups = {"group": "data", "groups": [[0, 2], [1, 3]]}
+        text = collectives(collective(), left_out=["reduce", "scatter"], **groups)
         assert text.startswith("2 groups of 2 ranks (data), at the same time; ")
+        assert "left out, not in this backend: reduce, scatter" in text
 
 
 def link(source, target, latency=2e-5, bandwidth=1.5e9):
@@ -190,7 +193,7 @@ def check(*texts, attempts=1, **changes):
         "matmul": matmul(7e14, 7e14),
         "p2p": p2p(2, pairs=[link(0, 1, 2e-6, 12e9), link(1, 0, 3e-6, 9e9)]),
         "collectives": {
-            "group": "all", "groups": [[0, 1]], "results": [collective()],
+            "group": "all", "groups": [[0, 1]], "results": [collective()], "left_out": [],
         },
     }  # fmt: skip
     return found | changes
