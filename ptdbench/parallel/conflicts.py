@@ -313,11 +313,12 @@ def of_gloo(options: Options, dims: Dims, model: Model, *, gathers: bool) -> lis
     """
     divides, shards = dims.tensor > 1, options.gathers_weights(dims)
     kinds = {role.kind for role in roles_of(model).values()}
+    gathers_logits = "colwise_gather_output" in kinds or ("vocabulary" in kinds and "loss" not in kinds)
     users = {
         "ring attention": dims.context > 1 and options.context_method == "ring",
         "sequence parallelism": divides and options.sequence,
         "a mixture of experts under tensor parallelism": divides and "split_sequence" in kinds,
-        "tensor-parallel logits": divides and tensor.gathers_logits(model),
+        "tensor-parallel logits": divides and gathers_logits,
         "the optimizer's updates of sharded matrices": gathers and (divides or shards),
     }
     remedy, rule = "try nccl, or device=cpu", "has no functional all-gather of GPU tensors, needed by"
