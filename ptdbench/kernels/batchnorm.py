@@ -16,9 +16,6 @@ from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from ptdbench.kernels import Kernels
-from ptdbench.problems import Problem, require
-
 
 def over_ranks(
     group: dist.ProcessGroup,
@@ -85,22 +82,13 @@ def _synchronized(kind: type[_BatchNorm]) -> type[_BatchNorm]:
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-def synchronize_batchnorm(
-    model: nn.Module, group: dist.ProcessGroup, device: torch.device, kernels: Kernels = "fused"
-) -> None:
-    """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; layers stay the same objects.
-
-    Raises:
-        ConfigError: With ``kernels=torch``, a class of layers has its own forward.
-    """
+def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; layers stay the same objects."""
+    if dist.get_world_size(group) == 1:
+        return
     for module in model.modules():
-        if not isinstance(module, _BatchNorm):
-            continue
-        kind: Any = type(module)
-        is_torchs = kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-        if kernels == "torch" and not is_torchs:
-            rule = f"with kernels=torch is nn.SyncBatchNorm, which drops the forward of {kind.__name__}"
-            require(Problem("parallel.sync_batchnorm", True, rule, "try kernels=fused"))
-        if dist.get_world_size(group) > 1:
+        if isinstance(module, _BatchNorm):
+            kind: Any = type(module)
+            is_torchs = kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
             module.__class__ = nn.SyncBatchNorm if is_torchs and device.type == "cuda" else _synchronized(kind)
             module.process_group = group  # type: ignore[assignment]
