@@ -60,8 +60,7 @@ def shard(
         frees = options.reshard_after_forward  # on a single rank, too
     # The backward pass begins with the head and the last layer: gathering them again would be exposed. Embedding tables
     # are read in the forward pass only; they stay between passes that keep the other weights.
-    frees_tables = bool(options.frees_after_forward(dims)) and dims.pipeline == 1
-    freed: dict[nn.Module, bool | int] = dict.fromkeys(tables, frees_tables)
+    freed: dict[nn.Module, bool | int] = dict.fromkeys(tables, bool(frees) and dims.pipeline == 1)
     freed |= dict.fromkeys(layers, frees)
     if is_fused:
         freed |= dict.fromkeys([*layers[-1:], *head], False)
