@@ -11,27 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-
-from ptdbench.kernels import Kernels
-from ptdbench.problems import Problem, require
-
-
-class _Total(torch.autograd.Function):
-    """The sum of a tensor over the ranks. Every rank's loss depends on every rank's tensor, so gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = value.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Total.apply(grads[0], ctx.group), None
 
 
 def over_ranks(
@@ -57,10 +40,10 @@ def over_ranks(
     across = [dim for dim in range(input.dim()) if dim != 1]
     count = input.numel() // input.size(1) * dist.get_world_size(group)
     # Two passes: a variance as E[x²] - E[x]² cancels catastrophically where the mean is large.
-    mean = _Total.apply(input.sum(across), group) / count
+    mean = all_reduce(input.sum(across), group=group) / count
     shape = [1, -1] + [1] * (input.dim() - 2)
     centered = input - mean.view(shape)
-    variance = _Total.apply(centered.square().sum(across), group) / count
+    variance = all_reduce(centered.square().sum(across), group=group) / count
     if running_mean is not None and running_var is not None:
         running_mean.lerp_(mean.detach(), momentum)
         running_var.lerp_(variance.detach() * count / (count - 1), momentum)
@@ -99,22 +82,13 @@ def _synchronized(kind: type[_BatchNorm]) -> type[_BatchNorm]:
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-def synchronize_batchnorm(
-    model: nn.Module, group: dist.ProcessGroup, device: torch.device, kernels: Kernels = "fused"
-) -> None:
-    """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; layers stay the same objects.
-
-    Raises:
-        ConfigError: With ``kernels=torch``, a class of layers has its own forward.
-    """
+def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; layers stay the same objects."""
+    if dist.get_world_size(group) == 1:
+        return
     for module in model.modules():
-        if not isinstance(module, _BatchNorm):
-            continue
-        kind: Any = type(module)
-        is_torchs = kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-        if kernels == "torch" and not is_torchs:
-            rule = f"with kernels=torch is nn.SyncBatchNorm, which drops the forward of {kind.__name__}"
-            require(Problem("parallel.sync_batchnorm", True, rule, "try kernels=fused"))
-        if dist.get_world_size(group) > 1:
+        if isinstance(module, _BatchNorm):
+            kind: Any = type(module)
+            is_torchs = kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
             module.__class__ = nn.SyncBatchNorm if is_torchs and device.type == "cuda" else _synchronized(kind)
             module.process_group = group  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ptdbench.problems import Problem, require
 
 #: The method of load balancing, see :class:`RouterOptions`.
-Balance = Literal["none", "loss", "micro_batch_loss", "bias", "forced"]
+Balance = Literal["none", "loss", "bias", "forced"]
 
 #: How experts compute: by one grouped kernel, or in a loop of products.
 Product = Literal["grouped", "loop"]
@@ -27,9 +27,8 @@ class RouterOptions:
 
     #: ``loss``: the auxiliary loss of Switch (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6) over the global
     #: batch, with the fractions of tokens of the previous step, so that it is equal under every layout.
-    #: ``micro_batch_loss``: the same with the fractions of a rank's micro-batch, which depend on the layout. ``bias``:
-    #: a bias that affects only the choice, moved once per step against the load (Wang et al. 2024, arXiv 2408.15664).
-    #: ``forced``: round-robin by position, for benchmarks. ``none``: no balancing.
+    #: ``bias``: a bias that affects only the choice, moved once per step against the load (Wang et al. 2024, arXiv
+    #: 2408.15664). ``forced``: round-robin by position, for benchmarks. ``none``: no balancing.
     balance: Balance = "loss"
     coefficient: float = 0.01  #: Weight of the auxiliary loss, which the reported loss excludes.
     bias_rate: float = 0.001  #: Change of a bias per step.
@@ -130,11 +129,9 @@ class Router(nn.Module):
 
     def auxiliary_gradient(self, counts: Tensor) -> Tensor | None:
         """Return the gradient of the auxiliary loss with respect to each token's scores, given these choices."""
-        kind = self.routing.balance
-        if kind not in ("loss", "micro_batch_loss"):
+        if self.routing.balance != "loss":
             return None
-        load = self.load if kind == "loss" else counts / counts.sum()
-        return self.routing.coefficient * self.experts * self.active / counts.sum() * self.share * load
+        return self.routing.coefficient * self.experts * self.active / counts.sum() * self.share * self.load
 
     @torch.no_grad()
     def balance(self, counts: Tensor) -> None:

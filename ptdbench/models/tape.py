@@ -291,11 +291,9 @@ class Shell:
     Args:
         module: The module.
         units: The names of its units.
-        loose: The names of weights outside them.
     """
 
-    def __init__(self, module: nn.Module, units: Iterable[str], loose: Iterable[str]) -> None:
-        self._loose = loose
+    def __init__(self, module: nn.Module, units: Iterable[str]) -> None:
         self._units = {name: module.get_submodule(name) for name in units}
         self._names = {unit: name for name, unit in self._units.items()}  # one may be registered twice
         self._copied: list[tuple[nn.Module, nn.Module, str]] = []  #: Copies, originals, and their names.
@@ -333,7 +331,7 @@ class Shell:
     def _rebuilt(self, module: nn.Module, prefix: str) -> nn.Module:
         if module in self._names:
             return _Slot(module, partial(self._call, self._names[module]))
-        if not any(name.startswith(prefix) for name in (*self._units, *self._loose)):
+        if prefix and not any(name.startswith(prefix) for name in self._units):
             if next(module.buffers(), None) is None:
                 return module
             self._moved.append(module)

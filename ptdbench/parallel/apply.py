@@ -83,7 +83,7 @@ def _replace_modules(module: nn.Module, layers: Sequence[nn.Module], setting: Se
     """Replace batch norms and heads of a module, and linear layers of its layers, by those of the setting."""
     dims = setting.layout.dims
     if options.sync_batchnorm and (options.shards(dims) or options.replicates(dims)):
-        synchronize_batchnorm(module, setting.mesh.dp.get_group(), setting.device, setting.kernels)
+        synchronize_batchnorm(module, setting.mesh.dp.get_group(), setting.device)
     if setting.kernels == "fused":
         fuse_heads(module)
     if setting.precision in precision.FP8_RECIPES:

@@ -61,9 +61,6 @@ def of_degrees(options: Options) -> list[Row]:
         ),
         (dims.ways("samples", "positions") == 1 and is_set["gradients"],
          "gradients", _NO_EFFECT, "it belongs to parallel=ddp,pdp,fsdp,hsdp"),
-        (not is_one["pipeline"] and is_set["reshard_between_microbatches"], "reshard_between_microbatches",
-         "has no effect under a pipeline, whose schedule decides when a stage gathers and frees its weights",
-         "try auto"),
         (not is_one["pipeline"] and is_set["reduce_scatter_each_microbatch"], "reduce_scatter_each_microbatch",
          "has no effect under a pipeline, whose schedule reduces the gradients of a stage after its last micro-batch",
          "try false"),
@@ -78,9 +75,8 @@ def of_degrees(options: Options) -> list[Row]:
 def of_layout(options: Options, plan: BatchPlan, micro_batch: object = "auto") -> Iterator[Row]:
     """Yield the conflicts of a run's degrees and micro-batches, of the requested ``micro_batch``, with its options."""
     dims, groups = plan.dims, divisors(plan.dims.shard)[1:-1]
-    frees, is_static = options.reshard_after_forward, options.static_graph is True
-    has_stages = options.applies("pipeline", dims)
-    if has_stages:
+    frees = options.reshard_after_forward
+    if options.applies("pipeline", dims):
         schedule, per_rank, count = options.pipeline_schedule, options.stages_on_rank, plan.microbatches
         fewest, equal = schedule.fewest(dims.pipeline, per_rank), rounds(count, dims.pipeline)
         other = "auto" if options.microbatches != "auto" else f"a smaller train.micro_batch than {micro_batch}"
@@ -93,10 +89,6 @@ def of_layout(options: Options, plan: BatchPlan, micro_batch: object = "auto") -
                f"must be a multiple of {equal} under {options.schedule}, which runs them in {equal} equal rounds",
                remedy)  # fmt: skip
     yield from [
-        (is_static and has_stages, "static_graph", "gives wrong gradients under a pipeline", "try auto, false"),
-        (is_static and not has_stages and plan.accumulation > 1, "static_graph",
-         f"is unsafe with gradient accumulation, here {plan.accumulation} passes per step",
-         "try auto, false, or train.micro_batch=auto"),
         (not isinstance(frees, bool) and frees not in groups, "reshard_after_forward",
          f"a group size must divide shard({dims.shard}), and lie between 1 and {dims.shard}",
          try_these(["true", "false", *groups])),
@@ -321,11 +313,12 @@ def of_gloo(options: Options, dims: Dims, model: Model, *, gathers: bool) -> lis
     """
     divides, shards = dims.tensor > 1, options.gathers_weights(dims)
     kinds = {role.kind for role in roles_of(model).values()}
+    gathers_logits = "colwise_gather_output" in kinds or ("vocabulary" in kinds and "loss" not in kinds)
     users = {
         "ring attention": dims.context > 1 and options.context_method == "ring",
         "sequence parallelism": divides and options.sequence,
         "a mixture of experts under tensor parallelism": divides and "split_sequence" in kinds,
-        "tensor-parallel logits": divides and tensor.gathers_logits(model),
+        "tensor-parallel logits": divides and gathers_logits,
         "the optimizer's updates of sharded matrices": gathers and (divides or shards),
     }
     remedy, rule = "try nccl, or device=cpu", "has no functional all-gather of GPU tensors, needed by"

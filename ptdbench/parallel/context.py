@@ -37,9 +37,6 @@ _POSITIONS = 1
 #: The dimensions of ``[batch, heads, length, head width]``.
 HEADS, LENGTH = 1, 2
 
-#: GPU kernels of attention need head widths that are multiples of this.
-_WIDTH = 8
-
 #: Queries per tile of memory-efficient attention, which pads the log-sum-exp to whole tiles.
 _TILE = 32
 
@@ -231,9 +228,8 @@ class AttentionKernel:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
-    scale, width = _scale(query), query.shape[-1]
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(*_padded(query, key, value), 0.0, is_causal, scale=scale)
-    return out[..., :width], lse
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)
+    return out, lse
 
 
 def _flash_backward(
@@ -242,11 +238,9 @@ def _flash_backward(
     """Call torch's backward pass with empty tensors for the unused sequence lengths and dropout state."""
     none = torch.empty(0, dtype=torch.int64)
     lengths = query.shape[LENGTH], key.shape[LENGTH]
-    gradient, query_, key, value, out = _padded(gradient, query, key, value, out)
-    gradients = aten._scaled_dot_product_flash_attention_backward(
-        gradient, query_, key, value, out, lse, None, None, *lengths, 0.0, is_causal, none, none, scale=_scale(query)
+    return aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+        gradient, query, key, value, out, lse, None, None, *lengths, 0.0, is_causal, none, none
     )
-    return tuple(gradient[..., : query.shape[-1]] for gradient in gradients)
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
@@ -268,11 +262,8 @@ def _cudnn_backward(
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
     """Trim the log-sum-exp, which is padded to whole tiles: the ring merges halves of it."""
-    scale, width, length = _scale(query), query.shape[-1], query.shape[LENGTH]
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        *_padded(query, key, value), None, True, 0.0, is_causal, scale=scale
-    )
-    return out[..., :width], lse[..., :length]
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, is_causal)
+    return out, lse[..., : query.shape[LENGTH]]
 
 
 def _efficient_backward(
@@ -280,24 +271,12 @@ def _efficient_backward(
 ) -> tuple[Tensor, ...]:
     none, needed = torch.empty(0, dtype=torch.int64), [True, True, True, False]
     lse = F.pad(lse, (0, -lse.shape[-1] % _TILE), value=math.inf)
-    gradient, query_, key, value, out = _padded(gradient, query, key, value, out)
     # In 16-bit formats the kernel assumes that the heads of a position are adjacent in memory, whatever the strides.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     gradients = aten._scaled_dot_product_efficient_attention_backward(
-        gradient, query_, key, value, None, out, lse, none, none, 0.0, needed, is_causal, scale=_scale(query)
+        gradient, query, key, value, None, out, lse, none, none, 0.0, needed, is_causal
     )
-    return tuple(gradient[..., : query.shape[-1]] for gradient in gradients[:3])
-
-
-def _scale(query: Tensor) -> float:
-    """Return the scale of query-key products, from the unpadded head width."""
-    return 1 / math.sqrt(query.shape[-1])
-
-
-def _padded(*tensors: Tensor) -> list[Tensor]:
-    """Pad heads to a width that GPU kernels accept."""
-    missing = -tensors[0].shape[-1] % _WIDTH
-    return [F.pad(tensor, (0, missing)) if missing else tensor for tensor in tensors]
+    return tuple(gradients[:3])
 
 
 #: torch's operations take the fraction of dropout before ``is_causal``.

@@ -52,14 +52,12 @@ class Degrees(Generic[T]):
     replicate: T = degree(
         "Replicas of the model.", "r", "dp_replicate", divides=("samples",), place=0, derived=3,
         preset="parallel=ddp,pdp",
-        options=("bucket_mb", "gradient_as_bucket_view", "static_graph", "optimizer"),
+        options=("bucket_mb", "static_graph", "optimizer"),
     )  # fmt: skip
     shard: T = degree(
         "Ranks that shard the weights of one replica, and split its share of the batch.", "s", "dp_shard",
         divides=("samples", "weights"), place=2, derived=2, preset="parallel=fsdp,hsdp",
-        options=(
-            "reshard_after_forward", "reshard_between_microbatches", "reduce_scatter_each_microbatch", "prefetch",
-        ),
+        options=("reshard_after_forward", "reduce_scatter_each_microbatch", "prefetch"),
     )  # fmt: skip
     context: T = degree(
         "Ranks that split each sequence.", "c", "cp", divides=("positions", "weights"), place=3,

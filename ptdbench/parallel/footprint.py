@@ -57,10 +57,9 @@ def footprints(
         kernels: Whose recipe is used in a narrow format: torch's keeps no copies of weights between operations.
         pinned: Whether weights and gradients are in pinned host memory, where torch gives each a power of two.
     """
-    in_buckets, narrow = options.replicates(dims), DTYPES[precision]
-    owners = dims.ways("samples", "positions") if in_buckets and options.optimizer == "zero1" else 1
+    narrow, is_zero1 = DTYPES[precision], options.replicates(dims) and options.optimizer == "zero1"
+    owners = dims.ways("samples", "positions") if is_zero1 else 1
     copied = None if options.shards(dims) or narrow == torch.float32 or kernels == "torch" else narrow
-    gradient_copies = 2 if in_buckets and not options.gradient_as_bucket_view else 1
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}
     rule_of, parts = rules(module_of(model)), local_parts(model, options, dims)
     by_shape = dict[tuple[Rule, torch.Size, torch.dtype], int]()
@@ -85,7 +84,7 @@ def footprints(
             local += [parts[weight].to(copied) for module in stages for weight in copied_weights(module)]
         return StateBytes(
             weights=_bytes(local, pinned) + sum(_bytes(module.buffers()) for module in stages),
-            gradients=gradient_copies * _bytes((parts[weight] for weights in trained for weight in weights), pinned),
+            gradients=_bytes((parts[weight] for weights in trained for weight in weights), pinned),
             optimizer=max(state_of),
         )
 

@@ -60,8 +60,7 @@ def shard(
         frees = options.reshard_after_forward  # on a single rank, too
     # The backward pass begins with the head and the last layer: gathering them again would be exposed. Embedding tables
     # are read in the forward pass only; they stay between passes that keep the other weights.
-    between = options.frees_between_microbatches(dims) and dims.pipeline == 1
-    freed: dict[nn.Module, bool | int] = dict.fromkeys(tables, between)
+    freed: dict[nn.Module, bool | int] = dict.fromkeys(tables, bool(frees) and dims.pipeline == 1)
     freed |= dict.fromkeys(layers, frees)
     if is_fused:
         freed |= dict.fromkeys([*layers[-1:], *head], False)
@@ -109,7 +108,7 @@ def _deferred(root: FSDPModule, options: Options, dims: Dims) -> Iterator[None]:
     in_shards = options.reduce_scatter_each_microbatch
     set_synced = root.set_requires_all_reduce if in_shards else root.set_requires_gradient_sync
     set_synced(False)
-    root.set_reshard_after_backward(options.frees_between_microbatches(dims))
+    root.set_reshard_after_backward(bool(options.frees_after_forward(dims)))
     try:
         yield
     finally:

@@ -29,11 +29,9 @@ class Options(Degrees[Size]):
     """The requested degrees and their options, and what these imply for the degrees of a run."""
 
     bucket_mb: float | Literal["auto"] = "auto"
-    gradient_as_bucket_view: bool = True
-    static_graph: bool | Literal["auto", "find_unused"] = "auto"
+    static_graph: Literal["auto", False, "find_unused"] = "auto"
     optimizer: Literal["replicated", "zero1"] = "replicated"
     reshard_after_forward: bool | int = True
-    reshard_between_microbatches: bool | Literal["auto"] = "auto"
     reduce_scatter_each_microbatch: bool = False
     prefetch: int = 1
     gradients: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -87,23 +85,17 @@ class Options(Degrees[Size]):
         """Return ``reshard_after_forward`` if weights are sharded over several ranks, else ``False``."""
         return self.reshard_after_forward if self.gathers_weights(dims) else False
 
-    def frees_between_microbatches(self, dims: Dims) -> bool:
-        """Resolve ``reshard_between_microbatches``; ``auto`` follows ``reshard_after_forward``."""
-        between = self.reshard_between_microbatches
-        return bool(self.frees_after_forward(dims)) if between == "auto" else between
-
     def accumulates_whole(self, plan: BatchPlan) -> bool:
         """Whether gradients of sharded weights accumulate unsharded over the micro-batches of a step."""
         is_sharded = self.gathers_weights(plan.dims) and not self.applies("pipeline", plan.dims)
         return is_sharded and plan.accumulation > 1 and not self.reduce_scatter_each_microbatch
 
     def has_static_graph(self, plan: BatchPlan) -> bool:
-        """Resolve ``static_graph``; ``auto`` enables it where it is sound.
+        """Whether DDP assumes a static graph: where it is sound, unless ``static_graph`` says otherwise.
 
         With accumulation torch fails an internal assertion, and under 1F1B it silently computes wrong gradients.
         """
-        sound = plan.accumulation == 1 and not self.applies("pipeline", plan.dims)
-        return sound if self.static_graph == "auto" else self.static_graph is True
+        return self.static_graph == "auto" and plan.accumulation == 1 and not self.applies("pipeline", plan.dims)
 
     @property
     def pipeline_schedule(self) -> PipelineSchedule:

@@ -62,7 +62,7 @@ def replicate(module: nn.Module, setting: Setting, options: Options) -> LaidOutM
         process_group=group,
         **_OWN_BUFFERS,
         bucket_cap_mb=bucket_size(gradients) if options.bucket_mb == "auto" else options.bucket_mb,
-        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        gradient_as_bucket_view=True,  # saves a copy of the gradients
         static_graph=static_graph,
         find_unused_parameters=finds_unused,
     )

@@ -38,16 +38,6 @@ DIMENSIONS = {
 }
 
 
-def gathers_logits(model: Model) -> bool:
-    """Return whether ranks gather outputs that each computes for its share, such as logits of a split vocabulary."""
-    roles = roles_of(model)
-    if any(role.kind == "colwise_gather_output" for role in roles.values()):
-        return True
-    parts = [module_of(model).get_submodule(name) for name, role in roles.items() if role.kind == "vocabulary"]
-    has_loss = any(role.kind == "loss" for role in roles.values())
-    return not has_loss and any(isinstance(part, nn.Linear) for part in parts)
-
-
 def split_dimensions(model: Model) -> dict[nn.Parameter, int]:
     """Return the dimension along which each split parameter is split; the bias of a row-wise layer is not."""
     dimensions = {}

@@ -361,9 +361,9 @@ class _Virtual:
             conditions.append(f"if weights and optimizer state were sharded over about {gpus:,} GPUs")
         replicas = max(1, gpus * dims.batch // dims.world_size)
         options = []
-        if batch > replicas * size and not (self._request.sets_batch or strategy.applies("pipeline", dims)):
-            options += ["parallel.reduce_scatter_each_microbatch=true"] * (not strategy.reduce_scatter_each_microbatch)
-            options += ["parallel.reshard_between_microbatches=true"] * (strategy.reshard_between_microbatches is False)
+        sets_passes = self._request.sets_batch or strategy.applies("pipeline", dims)
+        if batch > replicas * size and not (sets_passes or strategy.reduce_scatter_each_microbatch):
+            options.append("parallel.reduce_scatter_each_microbatch=true")
         if batch < replicas * size and not self._request.sets_batch:
             options.append(f"train.global_batch={replicas * size}")
         return ", ".join([*conditions, *([f"with {' and '.join(options)}"] if options else [])])

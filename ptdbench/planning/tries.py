@@ -8,7 +8,6 @@ from ptdbench.nested import tensors
 from ptdbench.parallel import experts
 from ptdbench.parallel.dims import BatchPlan, divisors
 from ptdbench.parallel.footprint import local_parts
-from ptdbench.parallel.precision import DTYPES
 from ptdbench.problems import ConfigError
 from ptdbench.records import record, store
 from ptdbench.records.run_record import RunRecord
@@ -102,20 +101,17 @@ def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPla
 
 
 def held(training: TrainingSpec, possible: Mapping[int, BatchPlan], ranks: int = 1) -> dict[int, int]:
-    """Return the bytes that ``ranks`` ranks hold between the passes of a step, by micro-batch, if it has several.
+    """Return the bytes of unsharded gradients between the passes of a step of ``ranks`` ranks, by micro-batch.
 
-    These are unsharded gradients, and gathered weights under ``parallel.reshard_between_microbatches=false``.
+    Of micro-batches of which a step has several.
     """
     model, strategy, dims = training.model, training.strategy, training.layout.dims
-    width, of_experts = DTYPES[training.config.general.precision].itemsize, experts.parts(model, dims)
-    keeps = strategy.frees_after_forward(dims) and not strategy.frees_between_microbatches(dims)
-    gradients = gathered = 0
+    of_experts, gradients = experts.parts(model, dims), 0
     for weight, shard in local_parts(model, strategy, dims).items():
         others = (dims.regroup_copies("expert") if weight in of_experts else dims.shards) - 1
-        gathered += others * shard.numel() * width
         gradients += others * shard.nbytes * weight.requires_grad
     return {
-        size: ranks * (gradients * strategy.accumulates_whole(layout) + gathered * keeps)
+        size: ranks * gradients * strategy.accumulates_whole(layout)
         for size, layout in possible.items()
         if layout.accumulation > 1
     }

@@ -14,10 +14,8 @@ Like :mod:`ptdbench.virtual.watch` this imports nothing but torch.
 """
 
 import ctypes
-import json
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -245,9 +243,15 @@ CHECKS: dict[str, Callable[[Any, Any], _Results]] = {
 }
 
 
-def main(kinds: Iterable[str]) -> None:
-    """Print, as JSON, which of the kinds are computed correctly."""
-    print(json.dumps([kind for kind in kinds if _holds(CHECKS[kind])]))
+def main() -> None:
+    """Print the version of torch, if it starts, and each kind that is computed correctly, until one crashes."""
+    import torch
+
+    torch.cuda.init()
+    print(torch.__version__, flush=True)
+    for kind, check in CHECKS.items():
+        if _holds(check):
+            print(kind, flush=True)
 
 
 def _holds(check: Callable[[Any, Any], _Results]) -> bool:
@@ -261,4 +265,4 @@ def _holds(check: Callable[[Any, Any], _Results]) -> bool:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -153,5 +153,5 @@ def test_all_refused_options_come_at_once():
     with pytest.raises(ConfigError) as error:
         moe(active=7, dense_layers=2, capacity=0)
     assert [problem.option for problem in error.value.problems] == ["hidden", "active", "dense_layers", "capacity"]
-    with pytest.raises(ConfigError, match="must be none, loss, micro_batch_loss, bias, forced"):
+    with pytest.raises(ConfigError, match="must be none, loss, bias, forced"):
         moe(router={"balance": "lost"})

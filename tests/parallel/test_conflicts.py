@@ -35,10 +35,8 @@ def split(*values: Any) -> Any:
     *(({}, degree, 0, AT_LEAST_1) for degree in ("replicate", "shard", "context", "tensor", "pipeline")),
     *((degrees, "bucket_mb", 50, f"{NO_EFFECT}=ddp,pdp")
       for degrees in ({"shard": 4}, {"replicate": 4, "tensor": 2}, {"context": 2, "shard": 2})),
-    ({"replicate": 2, "shard": 2}, "static_graph", True, f"{NO_EFFECT}=ddp,pdp"),
+    ({"replicate": 2, "shard": 2}, "static_graph", False, f"{NO_EFFECT}=ddp,pdp"),
     ({"pipeline": 4}, "gradients", "bf16", f"{NO_EFFECT}=ddp,pdp,fsdp,hsdp"),
-    ({"replicate": 4}, "reshard_between_microbatches", False, f"{NO_EFFECT}=fsdp,hsdp"),
-    (STAGES_IN_SHARDS, "reshard_between_microbatches", True, "has no effect under a pipeline, …; try auto"),
     (STAGES_IN_SHARDS, "reduce_scatter_each_microbatch", True, "has no effect under a pipeline, …; try false"),
     ({"shard": 4}, "schedule", "gpipe", f"{NO_EFFECT}=pdp"),
     ({"shard": 4}, "sequence", True, f"{NO_EFFECT}=tp,3d"),
@@ -83,9 +81,6 @@ def test_context_with_fsdp_accumulates_whole_gradients():
 
 
 @pytest.mark.parametrize(("options", "ranks", "batch", "message"), [
-    ({**DDP, "static_graph": True}, 2, (16, 2), "static_graph=true: … accumulation, … 4 "
-     "passes…; try auto, false, or train.micro_batch=auto"),
-    ({**PDP, "pipeline": 2, "static_graph": True}, 4, (16,), "static_graph=true: …a pipeline; try auto, false"),
     ({**PDP, "microbatches": 5}, 2, (12,), "microbatches=5: must divide … share …, 12; try 3, 4, 6"),
     ({**PDP, "microbatches": 4}, 2, (12, 2), "microbatches=4: must divide the micro-batches …, 6; try 2, 3, 6"),
     *(({**PDP, "microbatches": count}, 2, batch, "microbatches=1: must be at least the number of stages, 2, under "

@@ -31,13 +31,6 @@ def test_replicas_divide_the_state():
     assert whole.optimizer / 4 < divided.optimizer < whole.optimizer / 3
 
 
-@pytest.mark.parametrize(("in_buckets", "copies"), [(True, 1), (False, 2)])
-def test_gradients_without_bucket_views_count_twice(in_buckets, copies):
-    strategy = Strategy(replicate="auto", gradient_as_bucket_view=in_buckets)
-    (footprint,) = footprints(uneven(), ADAMW, strategy, strategy.dims(4))
-    assert footprint.gradients == copies * footprint.weights
-
-
 def test_only_fused_kernels_keep_narrow_copies():
     (wide,), (fused,), (plain,) = (
         footprints(uneven(), ADAMW, precision=precision, kernels=kernels)

@@ -35,12 +35,10 @@ class Lever:
 #: They do not change the numbers.
 LEVERS = {
     "zero1": Lever(replicate="auto", optimizer="zero1"),
-    "zero1, accumulated": Lever(replicate="auto", optimizer="zero1", micro_batch=1, gradient_as_bucket_view=False),
+    "zero1, accumulated": Lever(replicate="auto", optimizer="zero1", micro_batch=1),
     "zero1, stages": Lever(replicate="auto", pipeline=2, microbatches=4, optimizer="zero1"),
-    "zero1, static graph, small buckets": Lever(replicate="auto", optimizer="zero1", static_graph=True,
-                                                bucket_mb=0.001),
-    "reshard 2, kept between": Lever(shard="auto", reshard_after_forward=2, micro_batch=1,
-                                     reshard_between_microbatches=False),
+    "zero1, small buckets": Lever(replicate="auto", optimizer="zero1", bucket_mb=0.001),
+    "reshard 2, accumulated": Lever(shard="auto", reshard_after_forward=2, micro_batch=1),
     "reduced each, kept": Lever(shard="auto", reshard_after_forward=False, micro_batch=1,
                                 reduce_scatter_each_microbatch=True),
     "reduced each, hsdp": Lever(replicate=2, shard="auto", micro_batch=2, reduce_scatter_each_microbatch=True),
@@ -113,7 +111,7 @@ def losses_of(of_ranks: list[dict[str, Any]], name: str) -> list[float]:
     return [sum(step) / len(owners) for step in zip(*owners, strict=True)]
 
 
-@cases("name", LEVERS, daily=["zero1, accumulated", "reshard 2, kept between", "prefetch 2, stages", "offload, hsdp"])
+@cases("name", LEVERS, daily=["zero1, accumulated", "reshard 2, accumulated", "prefetch 2, stages", "offload, hsdp"])
 def test_exact_levers_follow_one_process(of_ranks, name):
     process = of_ranks[0]["one process"]
     assert losses_of(of_ranks, name) == pytest.approx(process["losses"], rel=1e-5)

@@ -25,10 +25,9 @@ from tests.refusals import Abridged
 BATCH, MICRO_BATCH = 16, 1
 STRATEGIES = {
     "ddp": Strategy(replicate="auto"),
-    "ddp in small buckets": Strategy(replicate="auto", bucket_mb=0.001, gradient_as_bucket_view=False),
+    "ddp in small buckets": Strategy(replicate="auto", bucket_mb=0.001),
     "fsdp": Strategy(shard="auto"),
     "fsdp without resharding": Strategy(shard="auto", reshard_after_forward=False),
-    "fsdp resharding between": Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True),
     "hsdp": Strategy(replicate=2, shard="auto"),
     "1f1b": Strategy(replicate="auto", pipeline=2, schedule="1f1b", microbatches=4),
     "gpipe": Strategy(replicate="auto", pipeline=2, schedule="gpipe", microbatches=4),
@@ -69,7 +68,6 @@ SEVERAL = {
 #: Gradients are rounded to 8 or 11 bits of mantissa for their reduction.
 NARROW = {
     "ddp in bf16": Strategy(replicate="auto", gradients="bf16"),
-    "ddp in bf16 without views": Strategy(replicate="auto", gradients="bf16", gradient_as_bucket_view=False),
     "1f1b in bf16": Strategy(replicate="auto", pipeline=2, microbatches=4, gradients="bf16"),
     "fsdp in bf16": Strategy(shard="auto", gradients="bf16"),
     "ddp in fp16": Strategy(replicate="auto", gradients="fp16"),

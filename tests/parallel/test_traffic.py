@@ -45,8 +45,6 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "ddp by muon": (Strategy(replicate="auto"), {"muon": True}),
     "tensor by muon": (Strategy(shard="auto", tensor=2), {"muon": True}),
     "fsdp in bf16": (Strategy(shard="auto", gradients="bf16"), {"micro_batch": 1, "precision": "bf16"}),
-    "fsdp that keeps them between passes": (Strategy(shard="auto", reshard_between_microbatches=False),
-                                            {"micro_batch": 1}),
     "fsdp that reduces each": (Strategy(shard="auto", reduce_scatter_each_microbatch=True), {"micro_batch": 1}),
     "fsdp by torch": (Strategy(shard="auto"), {"micro_batch": 1, "precision": "bf16", "kernels": "torch"}),
     "fsdp in groups": (Strategy(shard="auto", reshard_after_forward=2), {}),

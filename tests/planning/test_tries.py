@@ -42,7 +42,6 @@ def test_two_passes_stand_for_more_whose_samples_are_all_there() -> None:
     (("parallel=ddp",), 0),
     (("parallel=fsdp", "parallel.reduce_scatter_each_microbatch=true"), 0),
     (("parallel=fsdp",), 4 * 10_952 // 2),  # of one of two shards
-    (("parallel=fsdp", "parallel.reshard_between_microbatches=false"), 2 * 4 * 10_952 // 2),
 ])  # fmt: skip
 def test_what_ranks_hold_between_the_passes_of_a_step(words: tuple[str, ...], bytes_of: int) -> None:
     made = training("model=toy", "train.global_batch=8", *words)

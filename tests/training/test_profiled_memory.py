@@ -37,7 +37,7 @@ def of_kind(record: dict[str, Any], kind: str) -> list[int]:
 
 @cases("layout", [
     ["parallel=ddp"],
-    ["parallel=ddp", "parallel.gradient_as_bucket_view=false", "precision=bf16"],
+    ["parallel=ddp", "precision=bf16"],
     ["parallel=ddp", "parallel.optimizer=zero1"],
     ["parallel=fsdp"],
     ["parallel=fsdp", "precision=bf16", "train.micro_batch=1"],
@@ -68,12 +68,10 @@ def test_training_state_takes_what_was_foreseen(shared_run, layout):
         assert of_kind(record, "optimizer") == [one.optimizer for one in foreseen]
 
 
-def test_gradients_and_buckets_of_ddp_are_there_from_step_to_step(shared_run):
+def test_gradients_of_ddp_are_its_buckets_from_step_to_step(shared_run):
     size = 4 * parameter_count(module_of(training().model))
     record = shared_run(*TINY, "parallel=ddp")
     assert (of_kind(record, "gradients"), of_kind(record, "communication")) == ([size] * 2, [0] * 2)
-    record = shared_run(*TINY, "parallel=ddp", "parallel.gradient_as_bucket_view=false")
-    assert of_kind(record, "communication") == [size] * 2
 
 
 @pytest.mark.thorough

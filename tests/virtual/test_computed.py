@@ -4,7 +4,9 @@ import json
 import sys
 
 import pytest
+import torch
 
+from ptdbench import search_path
 from ptdbench.prediction.log import read
 from ptdbench.problems import ConfigError
 from ptdbench.virtual import computed, machine
@@ -81,18 +83,30 @@ def test_computing_does_not_count_as_operators(start: Start, environ, tmp_path):
     assert before == computing > 0
 
 
-def test_disabled_or_crashing_kinds_fail_alone(start: Start, environ, monkeypatch):
-    """With all of them switched off, as a new version of torch may do by other names or layouts."""
+def enabled(monkeypatch: pytest.MonkeyPatch, program: str, variables: dict[str, str]) -> list[str]:
+    """What is enabled if this program is the self-test."""
+    monkeypatch.setattr(search_path, "module", lambda _: ["-c", program])
+    return machine._tested_kinds(variables)
+
+
+def test_kinds_that_give_other_numbers_or_crash_are_not_enabled(start: Start, monkeypatch):
+    first, second, third, *_ = computed.CHECKS
+    program = f"""
+import os
+from ptdbench.virtual import computed
+computed.CHECKS |= {{{first!r}: lambda torch, a: [(a, [1])], {third!r}: lambda *_: os.abort()}}
+computed.main()
+"""
+    assert enabled(monkeypatch, program, Machine(DEVICE).environment(1)) == [second]
+
+
+def test_disabled_kinds_are_not_computed(start: Start, environ):
+    """As a new version of torch may have it, by other names of kernels."""
     environ = {**environ, **Machine(DEVICE).environment(1), "PTDBENCH_VIRTUAL_COMPUTED": ""}
-    done = call(sys.executable, "-m", "ptdbench.virtual.computed", *computed.CHECKS, cwd=ROOT, environ=environ)
-    assert json.loads(done.stdout) == [], done.stderr
-    # Each is tried by itself then.
-    monkeypatch.setattr(computed, "CHECKS", dict.fromkeys(("one", "two", "three")))
-    monkeypatch.setattr(machine, "_test", lambda kinds, variables: (None, "crash") if "two" in kinds else (kinds, ""))
-    assert machine._tested_kinds({}) == ["one", "three"]
+    done = call(sys.executable, "-m", "ptdbench.virtual.computed", cwd=ROOT, environ=environ)
+    assert done.stdout.splitlines() == [torch.__version__], done.stderr
 
 
 def test_torch_that_does_not_start_is_quoted(monkeypatch):
-    monkeypatch.setattr(machine, "_test", lambda kinds, variables: (None, "ImportError: no"))
     with pytest.raises(ConfigError, match="torch does not start on the virtual GPU: ImportError: no"):
-        machine._tested_kinds({})
+        enabled(monkeypatch, "raise ImportError('no')", {})

@@ -45,7 +45,7 @@ PRODUCTS = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64"
     # Messages are not verified: the pattern that they are held against is computed by kernels.
     ("uncompared", None),
     ("counted", [3, 0]),  # steps, without a question to the device
-    ("routed", ["none", "loss", "micro_batch_loss", "bias", "forced"]),  # without waiting for the device
+    ("routed", ["none", "loss", "bias", "forced"]),  # without waiting for the device
     # Three times 20 minutes for a first step, and half an hour: torch gives groups of a mesh 10 minutes.
     ("grouped", {"saving": 1, "patience": [10, 90, 90], "buffers": 2}),
 ])  # fmt: skip
