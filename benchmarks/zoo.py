@@ -19,6 +19,7 @@ from benchmarks.cells import SINGLE, Cell, Cells, Matrix
 from benchmarks.parity_matrix import EXACT, numbers_of
 from benchmarks.script import read
 from ptdbench.launch import local
+from ptdbench.parallel import proof
 
 
 class Zoo(Matrix):
@@ -67,7 +68,8 @@ def main() -> int:
 
     local.warm_up(["transformers", "timm", "torchvision"])
     columns = ((), "some of them", ZOO.columns)
-    return ZOO.fill(__doc__, execute, together=10, columns=columns, all=(False, "all columns of each row"))
+    with proof.in_one_process():
+        return ZOO.fill(__doc__, execute, together=10, columns=columns, all=(False, "all columns of each row"))
 
 
 def execute(cells: Cells) -> Iterator[tuple[Cell, str]]:

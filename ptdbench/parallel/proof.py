@@ -14,8 +14,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from multiprocessing.connection import Connection, wait
@@ -50,6 +50,19 @@ DEADLINE = 300.0
 #: The file that collects what a proof's processes print, and the prefix of a failed rank's last line.
 _OUTPUT, _ERROR = "output", "error: "
 
+#: The process that proves plans now, if any.
+_provers: list[_Prover] = []
+
+
+@contextmanager
+def in_one_process() -> Iterator[_Prover]:
+    """Within the context, one process proves all plans; it starts with the first proof that is not cached."""
+    with ExitStack() as stack:
+        if not _provers:
+            _provers.append(stack.enter_context(_Prover()))
+            stack.callback(_provers.clear)
+        yield _provers[0]
+
 
 def prove(model: Model, example: tuple[Any, Tensor], ranks: int) -> str | None:
     """Return how outputs or gradients on ``ranks`` differ from those on one; ``None``: they are equal.
@@ -64,44 +77,58 @@ def prove(model: Model, example: tuple[Any, Tensor], ranks: int) -> str | None:
     key = {"model": _identity(model), "ranks": ranks, "torch": torch.__version__}
     if from_cache("tensor_plans", key):
         return None
-    difference = _proven(model, with_samples(example, 2, "cpu", filled=True), ranks)
+    with in_one_process() as prover:
+        difference = prover.ask(model, with_samples(example, 2, "cpu", filled=True), ranks)
     if difference is None:
         with suppress(OSError):
             to_cache("tensor_plans", key, {"equal": True})
     return difference
 
 
-def _proven(model: Model, batch: tuple[Any, Tensor], ranks: int) -> str | None:
-    """Return what :func:`prove` returns, from a process that ends with this call, and with it what it has started."""
-    connection, other = multiprocessing.Pipe()
-    with tempfile.TemporaryDirectory() as name, connection, ExitStack() as process:
-        folder = Path(name)
+class _Prover(ExitStack):
+    """A process that proves plans one after another; the context ends it, and what it has started."""
+
+    _connection: Connection | None = None
+    _folder = Path(os.devnull)
+
+    def ask(self, model: Model, batch: tuple[Any, Tensor], ranks: int) -> str | None:
+        """Return what :func:`prove` returns; if the process dies or is too slow, the next call starts another."""
         try:
-            with other:
-                process.enter_context(local.beside(_answer, other, folder))
-            connection.send_bytes(cloudpickle.dumps((model, batch, ranks)))
-            if connection.poll(DEADLINE):
-                difference: str | None = connection.recv()
+            if self._connection is None:
+                self._folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+                self._connection, other = multiprocessing.Pipe()
+                self.enter_context(self._connection)
+                with other:
+                    self.enter_context(local.beside(_serve, other, self._folder))
+            (self._folder / _OUTPUT).write_bytes(b"")
+            self._connection.send_bytes(cloudpickle.dumps((model, batch, ranks)))
+            if self._connection.poll(DEADLINE):
+                difference: str | None = self._connection.recv()
                 return difference
-            return f"the proof is not done after {DEADLINE:g} s{_first_error(folder)}"
+            reason = f"the proof is not done after {DEADLINE:g} s{_first_error(self._folder)}"
         except Exception as error:  # third-party code may raise anything
-            return f"the process of the proof fails{_first_error(folder) or f': {first_line(error)}'}"
+            reason = f"the process of the proof fails{_first_error(self._folder) or f': {first_line(error)}'}"
+        self._connection = None
+        self.close()
+        return reason
 
 
-def _answer(_environ: Mapping[str, str], connection: Connection, folder: Path) -> None:
-    """Prove the plan that is sent, and send the difference; what models and libraries print goes to a file."""
+def _serve(_environ: Mapping[str, str], connection: Connection, folder: Path) -> None:
+    """Answer questions until the process that asks them ends; what models and libraries print goes to a file."""
     local.ignore_signals()  # the other process ends this one
     for stream in (1, 2):
         os.dup2(os.open(folder / _OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    model, batch, ranks = cloudpickle.loads(connection.recv_bytes())
-    difference = _on_ranks(model, batch, ranks, torch.float32, folder)
-    is_rounding = False
-    if difference and "differs" in difference:
-        # A loss may enlarge what is rounded, as a contrastive one does, which leaves no difference in fp64.
-        is_rounding = not _on_ranks(model, batch, ranks, torch.float64, folder)
-    connection.send(None if is_rounding else difference)
+    with suppress(EOFError):
+        while True:
+            model, batch, ranks = cloudpickle.loads(connection.recv_bytes())
+            difference = _on_ranks(model, batch, ranks, torch.float32, folder)
+            is_rounding = False
+            if difference and "differs" in difference:
+                # A loss may enlarge what is rounded, as a contrastive one does, which leaves no difference in fp64.
+                is_rounding = not _on_ranks(model, batch, ranks, torch.float64, folder)
+            connection.send(None if is_rounding else difference)
 
 
 def _first_error(folder: Path) -> str:

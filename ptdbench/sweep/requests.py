@@ -15,6 +15,7 @@ from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
+from ptdbench.parallel import proof
 from ptdbench.planning.tries import needs_search
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, broken, differing, in_shell, require
 from ptdbench.records import record, store
@@ -29,6 +30,7 @@ from ptdbench.sweep import resources
 from ptdbench.terminal import command, plural
 
 
+@proof.in_one_process()
 def specified(
     composed: Composed, world: World | None, goes_on: Path | None = None, shapes: Sequence[Shape] = ()
 ) -> list[Run]:
