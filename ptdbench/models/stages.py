@@ -36,7 +36,14 @@ _SAMPLES = (2, 3)
 
 
 class NoStages(Exception):
-    """The reason why a module cannot be split into stages, a clause."""
+    """The reason why a module cannot be split into stages, a clause.
+
+    ``outside``: the name of a weight that is used outside its unit.
+    """
+
+    def __init__(self, reason: str, outside: str = "") -> None:
+        super().__init__(reason)
+        self.outside = outside
 
 
 class Stages:
@@ -54,7 +61,20 @@ class Stages:
 
     def __init__(self, module: nn.Module, layers: Sequence[nn.Module], run: Run, example: tuple[Any, Tensor]) -> None:
         _unshare(module)
-        self._units, self._loose = _units(module, layers)
+        opened, reasons = list[nn.Module](), list[NoStages]()
+        while True:
+            self._units, self._loose = _units(module, layers, opened)
+            try:
+                self._follow(module, run, example)
+                break
+            except NoStages as reason:
+                reasons.append(reason)
+                owner = module.get_submodule(reason.outside.rpartition(".")[0])
+                if owner in (module, *layers, *opened) or [*owner.children()]:
+                    raise reasons[0] from None
+                opened.append(owner)  # a table that code around it reads, for one
+
+    def _follow(self, module: nn.Module, run: Run, example: tuple[Any, Tensor]) -> None:
         reason = ""
         for fakes in (True, False):  # code that reads values does not run without
             try:
@@ -84,7 +104,7 @@ class Stages:
 
     def shell(self, module: nn.Module) -> Shell:
         """Return the module with slots."""
-        return Shell(module, self._units)
+        return Shell(module, self._units, self._loose)
 
     def weights(self, module: nn.Module, places: range, holder: nn.Module, prefix: str) -> dict[str, Tensor]:
         """Return weights outside units by name; of other pieces, tensors of their shapes."""
@@ -151,7 +171,7 @@ class Stages:
             raise NoStages("it calls its submodules in another order in training")
         owned = {*self._units, *self._loose}
         if outside := next((name for group in names for name in group if name not in owned), None):
-            raise NoStages(f"it uses {outside} outside the module that owns it")
+            raise NoStages(f"it uses {outside} outside the module that owns it", outside=outside)
         last = {name: place for place, group in enumerate(names) for name in group}
         self._pieces: list[list[str]] = [[]]
         self._starts: dict[bool, list[int]] = {mode: [0] for mode in weighted}
@@ -254,17 +274,17 @@ def _weighted(tape: Tape) -> list[tuple[int, list[str]]]:
     return [(number, names) for number, names in pairs if names]
 
 
-def _units(module: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[str], list[str]]:
+def _units(module: nn.Module, layers: Sequence[nn.Module], opened: Sequence[nn.Module]) -> tuple[list[str], list[str]]:
     """Return the names of units, which are layers and the outermost other modules with weights of their own.
 
-    And the names of weights that modules around layers own.
+    And the names of weights that modules around layers own, or ``opened`` ones.
     """
     of_layers, units, loose = set(layers), list[str](), list[str]()
     names = {part: name for name, part in module.named_modules()}
     for part, name in names.items():
         if any(f"{name}.".startswith(f"{unit}.") for unit in units):
             continue
-        within = any(inner in of_layers for inner in part.modules() if inner is not part) or not name
+        within = any(inner in of_layers for inner in part.modules() if inner is not part) or not name or part in opened
         weights = [f"{name}.{weight}".removeprefix(".") for weight, _ in part.named_parameters(recurse=False)]
         if part in of_layers or (weights and not within):
             units.append(name)

@@ -291,9 +291,11 @@ class Shell:
     Args:
         module: The module.
         units: The names of its units.
+        loose: The names of weights outside them.
     """
 
-    def __init__(self, module: nn.Module, units: Iterable[str]) -> None:
+    def __init__(self, module: nn.Module, units: Iterable[str], loose: Iterable[str]) -> None:
+        self._loose = loose
         self._units = {name: module.get_submodule(name) for name in units}
         self._names = {unit: name for name, unit in self._units.items()}  # one may be registered twice
         self._copied: list[tuple[nn.Module, nn.Module, str]] = []  #: Copies, originals, and their names.
@@ -331,7 +333,7 @@ class Shell:
     def _rebuilt(self, module: nn.Module, prefix: str) -> nn.Module:
         if module in self._names:
             return _Slot(module, partial(self._call, self._names[module]))
-        if prefix and not any(name.startswith(prefix) for name in self._units):
+        if not any(name.startswith(prefix) for name in (*self._units, *self._loose)):
             if next(module.buffers(), None) is None:
                 return module
             self._moved.append(module)

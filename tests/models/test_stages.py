@@ -227,6 +227,11 @@ def drops(self, x):
     return self.third(self.second(functional.dropout(self.first(x), training=self.training)))
 
 
+def by_table(self, inputs):
+    """Reads a table's weight, as DeBERTa does for relative positions."""
+    return Net.forward(self, inputs * self.table.weight[1])
+
+
 def twice(self, x):
     """What is between two calls of a layer belongs to the same stage."""
     return self.third(self.second(self.dropout(self.second(self.first(x)))))
@@ -239,6 +244,7 @@ def twice(self, x):
         Patched,
         [["token"], ["net.stem"], ["net.shift"], *([f"net.blocks.{number}"] for number in range(3)), ["net.head"]],
     ),
+    (net(by_table, table=nn.Embedding(2, 6)), [["table.weight"], *STEM_TO_HEAD]),
     (sequential, [["1"], ["3"]]),
     (Plain, [["first"], ["second"], ["third"]]),
     (plain(by_default), [["first"], ["second"], ["third"]]),
@@ -351,9 +357,7 @@ OUTSIDE = "it uses {} outside the module that owns it"
     (plain(branches), "it does not call second, which has weights"),
     (plain(Plain.forward, second=nn.Linear(3, 3)),
      "its forward cannot be followed: mat1 and mat2 shapes cannot be multiplied (2x8 and 3x3)"),
-    # As DeBERTa for relative positions; as language models do whose embedding is their head, and the other way round.
-    (net(lambda self, inputs: Net.forward(self, inputs * self.table.weight[1]), table=nn.Embedding(2, 6)),
-     OUTSIDE.format("table.weight")),
+    # As language models do whose embedding is their head, and the other way round.
     (net(lambda self, inputs: Net.forward(self, inputs) @ self.stem.weight[:4, :4]), OUTSIDE.format("stem.weight")),
     (net(lambda self, inputs: Net.forward(self, inputs * self.head.weight.sum())), OUTSIDE.format("head.weight")),
     (BlocksOnWeights, OUTSIDE.format("blocks.0.norm.weight")),
