@@ -144,7 +144,7 @@ class Composed:
 
     @property
     def launcher(self) -> str:
-        """The launcher: ``basic``, ``submitit_local`` or ``submitit_slurm``."""
+        """The launcher: ``submitit_slurm`` for jobs, otherwise ``basic``."""
         return str(self.hydra.runtime.choices.get(LAUNCHER))
 
     @property

@@ -279,7 +279,7 @@ class TestExperiments:
         "e1": "hydra: {sweeper: {params: {optimizer.lr: '0.1,0.2'}}}",
         "e2": "hydra: {sweeper: {params: {optimizer.lr: '0.01,0.02,0.03'}}}",
         "on_slurm": "defaults: [override /cluster: slurm]",
-        "in_processes": "defaults: [override /hydra/launcher: submitit_local]",
+        "in_jobs": "defaults: [override /hydra/launcher: submitit_slurm]",
         "searching": "defaults: [override /hydra/sweeper: optuna]",
         "two_at_once": "hydra: {sweeper: {max_batch_size: 2}}",
         "plain": "seed: 7",
@@ -305,7 +305,7 @@ class TestExperiments:
     @pytest.mark.parametrize(("words", "told"), [
         ("experiment=e1,on_slurm", "cluster=local,slurm: a sweep has one"),
         ("experiment=on_slurm,e1", "cluster=slurm,local: a sweep has one"),
-        ("experiment=e1,in_processes", "hydra/launcher=basic,submitit_local: a sweep has one"),
+        ("experiment=e1,in_jobs", "hydra/launcher=basic,submitit_slurm: a sweep has one"),
         ("experiment=e1,searching", "hydra/sweeper=basic,optuna: a sweep has one"),
         ("experiment=plain,two_at_once", "hydra.sweeper.max_batch_size=null,2: a sweep has one"),
         ("experiment=elsewhere,e1", "hydra.sweep.dir=there,outputs/"),
