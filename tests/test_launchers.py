@@ -85,11 +85,6 @@ class TestHello:
         ranks = said_hello(first, tmp_path, 2, "env")
         assert [(rank["local_rank"], rank["local_size"]) for rank in ranks] == [(0, 2), (1, 2)]
 
-    def test_submitit_local_starts_local_ranks(self, tmp_path, environ):
-        done = alone([*TRAIN, *HELLO, "hydra/launcher=submitit_local"], tmp_path, environ)
-        ranks = said_hello(done, tmp_path, 2, "local")
-        assert [(rank["local_rank"], rank["local_size"]) for rank in ranks] == [(0, 2), (1, 2)]
-
     def test_slurm_job_binds_ranks_to_cores(self, tmp_path, slurm):
         asked = ["cluster=slurm", "cluster.cpus_per_rank=1"]
         ranks = said_hello(alone([*TRAIN, *HELLO, *asked], tmp_path, slurm), tmp_path, 2, "srun")

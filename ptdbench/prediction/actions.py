@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
 
 from ptdbench.prediction import costs as prices
@@ -91,7 +92,8 @@ def _of_work(log: Log, records: NDArray[Any], costs: Costs) -> dict[int, tuple[s
     places = np.flatnonzero(np.isin(records["kind"], _WORK))
     alike: dict[bytes, tuple[str, float, float]] = {}
     of_place = {}
-    for place, key in zip(places.tolist(), map(bytes, _packed(records[places])), strict=True):
+    fields = repack_fields(records[places][_COSTED])
+    for place, key in zip(places.tolist(), fields.view(f"V{fields.itemsize}").tolist(), strict=True):
         if key not in alike:
             record = records[place]
             name = log.names[record["name"]]
@@ -99,14 +101,6 @@ def _of_work(log: Log, records: NDArray[Any], costs: Costs) -> dict[int, tuple[s
             alike[key] = family, seconds, memory_share(name)[1] if family == "memory" else 0.0
         of_place[place] = alike[key]
     return of_place
-
-
-def _packed(records: NDArray[Any]) -> NDArray[Any]:
-    """Return what the costs of records depend on, as a row of bytes each."""
-    if not len(records):  # a rank that only sends
-        return np.empty((0, 1), np.uint8)
-    columns = (np.ascontiguousarray(records[name]).view(np.uint8).reshape(len(records), -1) for name in _COSTED)
-    return np.concatenate([*columns], axis=1)
 
 
 def _seconds(record: Any, transfers: Sequence[Any], costs: Costs) -> float:

@@ -10,12 +10,13 @@ import csv
 import json
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ptdbench.grouping import grouped
 from ptdbench.prediction.log import DTYPES, Flag, Kind
@@ -178,7 +179,8 @@ class Costs:
         if is_flash and kind == "H200":
             kind = "flash"
         rows = [row for row in _table("attention") if row["kind"] == kind]
-        share = level * _between([int(row["length"]) for row in rows], [float(row[of_pass]) for row in rows], keys)
+        lengths = [math.log(int(row["length"])) for row in rows]
+        share = level * float(np.interp(math.log(keys), lengths, [float(row[of_pass]) for row in rows]))
         return KERNEL + slower * flops / (share * self.device.peaks["bf16"])
 
     def message(self, operation: str, ranks: int, size: int) -> float:
@@ -199,16 +201,7 @@ class Costs:
         seconds = [float(row[str(each)]) * 1e-6 for each in sizes]
         if size > sizes[-1]:
             return seconds[-1] * size / sizes[-1]
-        return math.exp(_between(sizes, [math.log(of_size) for of_size in seconds], max(size, 1)))
-
-
-def _between(places: Sequence[int], values: Sequence[float], place: float) -> float:
-    """Interpolate on a logarithmic scale of places; beyond the ends the value there counts."""
-    right = bisect_right(places, place)
-    if right in (0, len(places)):
-        return values[min(right, len(places) - 1)]
-    weight = math.log(place / places[right - 1]) / math.log(places[right] / places[right - 1])
-    return values[right - 1] * (1 - weight) + values[right] * weight
+        return math.exp(np.interp(math.log(max(size, 1)), np.log(sizes), np.log(seconds)))
 
 
 @cache

@@ -125,17 +125,15 @@ def with_implied(arguments: argparse.Namespace) -> list[str]:
     """Return the overrides with shorthands expanded and implied overrides added.
 
     ``submitit_slurm`` implies ``cluster=slurm``, except with another configuration file, which may choose a cluster
-    itself. Both submitit launchers imply a sweep: without ``-m`` Hydra would silently ignore them and run in this
-    process. ``repeat=5`` is a sweep, too, and ``repeat=auto`` a sweep of short runs, except with other configuration
-    files, whose runs have their own length.
+    itself. ``repeat=5`` is a sweep, and ``repeat=auto`` a sweep of short runs, except with other configuration files,
+    whose runs have their own length.
     """
     overrides = expand_shorthands(arguments.overrides)
     typed, extra = values(overrides), []
     has_own_file = arguments.config_name or arguments.config_path
     if typed.get(LAUNCHER) == "submitit_slurm" and "cluster" not in typed and not has_own_file:
         extra.append("cluster=slurm")
-    sweeps = typed.get(LAUNCHER) == "submitit_local" or typed.get(_RUNS, "1") != "1"
-    if sweeps and not arguments.multirun and "hydra.mode" not in typed:
+    if typed.get(_RUNS, "1") != "1" and not arguments.multirun and "hydra.mode" not in typed:
         extra.append("hydra.mode=MULTIRUN")
     if not (arguments.config_dir or has_own_file):
         extra += short_runs(overrides)

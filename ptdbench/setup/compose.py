@@ -144,7 +144,7 @@ class Composed:
 
     @property
     def launcher(self) -> str:
-        """The launcher: ``basic``, ``submitit_local`` or ``submitit_slurm``."""
+        """The launcher: ``submitit_slurm`` for jobs, otherwise ``basic``."""
         return str(self.hydra.runtime.choices.get(LAUNCHER))
 
     @property
@@ -218,14 +218,16 @@ def _runs(
     composed: Callable[[Sequence[str]], DictConfig], ours: Sequence[Override], is_sweep: bool, searches: bool
 ) -> list[tuple[list[str], DictConfig]]:
     """Compose the runs, for a search a few representative ones; refuse options that must not vary within a sweep."""
-    once = []
-    if searches:  # the sweeper gets what does not depend on its choices, and with it the lists of files
-        once.append(composed([_line(override) for override in ours if not override.is_sweep_override()]))
-        runs = [(job, composed(job)) for job in _possible([*_parse(_lists(once[0])), *ours])]
-    else:
-        require(*_swept(ours, is_sweep))
-        runs = [*_expanded(composed, _jobs(ours), is_sweep)]
-    sweeps = [_of_sweep(whole, searches) for whole in (*once, *(whole for _, whole in runs))]
+    # A sweeper that searches gets what does not depend on its choices, and with it the lists of files.
+    fixed = [_line(override) for override in ours if not override.is_sweep_override()]
+    once = composed(fixed if searches else [values[0] for values in _values(ours)])
+    typed = {option(_line(override)) for override in ours}
+    swept = [*_parse(line for line in _lists(once) if option(line) not in typed), *ours]
+    if not searches:
+        require(*_swept(swept, is_sweep))
+    runs = [(job, composed(job)) for job in (_possible if searches else _jobs)(swept)]
+    wholes = [*([once] if searches else []), *(whole for _, whole in runs)]
+    sweeps = [_of_sweep(whole, searches) for whole in wholes]
     require(next(differing(sweeps, "a sweep has one", "start one sweep for each"), None))
     return runs
 
@@ -267,7 +269,7 @@ def without_hydra(whole: DictConfig) -> Config:
     return read(job)
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
+def _parse(overrides: Iterable[str]) -> list[Override]:
     """Parse the overrides as Hydra does; raises ConfigError with those that it cannot parse."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed: list[Override] = []
@@ -323,30 +325,10 @@ def _lists(whole: DictConfig) -> list[str]:
     return expand_shorthands(f"{name}={value}" for name, value in (whole.hydra.sweeper.get("params") or {}).items())
 
 
-def _expanded(
-    composed: Callable[[Sequence[str]], DictConfig], jobs: Iterable[list[str]], is_sweep: bool
-) -> Iterator[tuple[list[str], DictConfig]]:
-    """Compose jobs, each for every combination of the lists that its own files define."""
-    alike: dict[tuple[str, ...], list[tuple[list[str], DictConfig]]] = {}
-    for job in jobs:
-        whole, typed = composed(job), set(map(option, job))
-        lists = tuple(line for line in _lists(whole) if option(line) not in typed)
-        alike.setdefault(lists, []).append((job, whole))
-    for lists, runs in alike.items():
-        if not lists:
-            yield from runs
-            continue
-        parsed = _parse(lists)
-        require(*_swept(parsed, is_sweep))
-        yield from _expanded(composed, [[*values, *job] for values in _jobs(parsed) for job, _ in runs], is_sweep)
-
-
 def _of_sweep(whole: DictConfig, searches: bool) -> dict[str, Any]:
-    """Return the options that a sweep has once, as they are written; in a search, its lists are among them."""
+    """Return the options that a sweep has once, as they are written; the lists of files are among them."""
     written: Any = OmegaConf.to_container(whole, resolve=False)
     hydra, cluster = written["hydra"], written["cluster"]
-    if not searches:
-        hydra["sweeper"].pop("params", None)
     chosen = {group: hydra["runtime"]["choices"].get(group) for group in ("cluster", LAUNCHER, SWEEPER)}
     parts = {"launcher": hydra["launcher"], "sweeper": hydra["sweeper"], "sweep": hydra["sweep"]}
     ours = {group: written[group] for group in ("sweep", "repeat")}

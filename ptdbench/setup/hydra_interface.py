@@ -43,9 +43,6 @@ _NO_EFFECT = {
     **dict.fromkeys(("verbose", "job_logging.root", "hydra_logging.root"), "nothing is logged through Hydra"),
 }
 
-#: The supported launchers.
-LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
-
 
 def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
     """Refuse options without effect, a launcher that does not fit, and a search that could not work."""
@@ -53,9 +50,6 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
     require(*(problem for whole in composed.wholes for problem in _without_effect(whole.hydra)))
     require(_elsewhere(composed) if goes_on is None else None)
     _check_launcher(composed, world)
-    if composed.launcher == "submitit_local" and goes_on is None:
-        rule = f"has no effect with {LAUNCHER}=submitit_local"  # one run follows the other
-        require(*(Problem(name, value, rule, "omit it") for name, value in _of_launcher(composed).items()))
     if composed.is_sweep:
         require(_misplaced(composed))
     if composed.searches:
@@ -116,15 +110,12 @@ def _misplaced(composed: Composed) -> Problem | None:
 
 
 def _check_launcher(composed: Composed, world: World | None) -> None:
-    """Refuse a launcher that contradicts the cluster, or that ranks would start."""
+    """Refuse a launcher other than the cluster's, and jobs that ranks would submit."""
     launcher, cluster = composed.launcher, composed.configs[0].cluster
     submits = isinstance(cluster, Slurm)
-    if launcher not in LAUNCHERS:
-        require(Problem(LAUNCHER, launcher, "runs are started by ptdbench", f"try {', '.join(LAUNCHERS)}"))
-    if submits != (launcher == "submitit_slurm"):
-        rule = f"does not go with cluster={cluster.name}"
-        remedy = "omit it" if submits else "try cluster=slurm, or basic or submitit_local for this machine"
-        require(Problem(LAUNCHER, launcher, rule, remedy))
+    if launcher != ("submitit_slurm" if submits else "basic"):
+        remedy = "omit it" if submits else "try cluster=slurm, or basic for this machine"
+        require(Problem(LAUNCHER, launcher, f"does not go with cluster={cluster.name}", remedy))
     if submits and not composed.is_sweep:
         require(Problem("hydra.mode", "RUN", f"cluster={cluster.name} submits jobs, which is a sweep", "omit it"))
     if cluster.name == "env" and (world is None or world.launcher != "env"):
@@ -132,12 +123,11 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
         if world:
             rule, remedy = f"is for ranks without another launcher, and {world.launcher} started this one", "omit it"
         require(Problem("cluster", "env", rule, remedy))
-    if world and launcher.startswith("submitit"):
+    if world and submits:
         who = f"rank {world.rank} of {world.size} that {world.launcher} started"
         rule = f"this is {who}, and jobs are submitted by a process of its own"
         remedy = "start it with plain python, or omit cluster and launcher to run on these ranks"
-        name, value = ("cluster", cluster.name) if submits else (LAUNCHER, launcher)
-        require(Problem(name, value, rule, remedy))
+        require(Problem("cluster", cluster.name, rule, remedy))
     if submits:
         require(*_given_twice(composed))
 

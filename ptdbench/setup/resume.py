@@ -223,7 +223,7 @@ def _shape(earlier: Iterable[str], run: RunRecord, others: Iterable[str], world:
 def _moves(override: str, run: RunRecord) -> bool:
     name, value = option(override), override.partition("=")[2]
     was = run.option("cluster.name", str)
-    return (name == "cluster" and value != was) or (name == "hydra/launcher" and value.startswith("submitit"))
+    return (name == "cluster" and value != was) or override == "hydra/launcher=submitit_slurm"
 
 
 def _names(override: str, directory: Path) -> bool:

@@ -15,7 +15,7 @@ from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records import store
 from ptdbench.records.effects import OF_CHOICE, short_names
-from ptdbench.setup.commandline import as_written, option, values
+from ptdbench.setup.commandline import values
 from ptdbench.setup.compose import Composed, without_hydra
 from ptdbench.setup.config import Config, Repeat, Slurm
 from ptdbench.terminal import plural
@@ -129,10 +129,6 @@ def numbered(whole: DictConfig, number: int | None, block: int | None = None) ->
         if block is not None:  # as if it were one more override
             job.repeat.block = block
             job.hydra.overrides.task.append(f"repeat.block={block}")
-            dirname = job.hydra.job.config.override_dirname
-            typed = as_written(job.hydra.overrides.task)
-            shown = sorted(word for word in typed if option(word) not in dirname.exclude_keys)
-            job.hydra.job.override_dirname = dirname.item_sep.join(shown).replace("=", dirname.kv_sep)
         if number is not None:
             job.hydra.job.id = job.hydra.job.num = number
     return job

@@ -1,12 +1,11 @@
 """The runs of a command line: the agenda, which says which to execute and opens their records, and its execution.
 
-They are executed in this process, in one process after the other, or by SLURM. They are known in advance, or one of
-Hydra's sweepers chooses them by the results of earlier ones.
+They are executed in this process, or by SLURM. They are known in advance, or one of Hydra's sweepers chooses them by
+the results of earlier ones.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,10 +22,8 @@ from hydra.types import HydraContext
 from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins import ptdbench_launcher
-from ptdbench import search_path, terminal
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.files import create_atomically, write_json
-from ptdbench.launch import local
 from ptdbench.problems import ConfigError, Problem, first_line, require
 from ptdbench.records import failure, ownership, record, store
 from ptdbench.records.effects import options_affecting
@@ -256,8 +253,6 @@ def executor(agenda: Agenda, composed: Composed) -> Executor:
     """Return the executor that the command line's ``hydra/launcher`` selects."""
     if composed.launcher == "submitit_slurm":
         return _BySlurm(agenda, composed.launcher_options)
-    if composed.launcher == "submitit_local":
-        return lambda runs: _in_processes(agenda, list(runs))
     return lambda runs: _in_this_process(agenda, runs)
 
 
@@ -293,27 +288,6 @@ def _in_this_process(agenda: Agenda, runs: Iterable[Run]) -> None:
         agenda.eta.ended(run.number, time.monotonic() - started, ended)
         if ended.status != "ok":
             echo(f"{heading}: {reason(ended)}", sys.stderr)
-
-
-def _in_processes(agenda: Agenda, runs: Sequence[Run]) -> None:
-    """Execute runs one after the other, each in a process that starts its own ranks, as the step of a job does.
-
-    Raises Stopped after a stop signal, when the run that it was forwarded to has ended by itself.
-    """
-    from ptdbench.sweep import watch
-
-    command = [sys.executable, "-u", *search_path.module("ptdbench"), "run"]
-    environ = {**os.environ, **terminal.as_variable(sys.argv), **search_path.inherited()}
-    for run in runs:
-        echo(f"{run.number} {run.config.label}: started", sys.stderr)
-        log = agenda.directory / "logs" / str(run.number) / f"{run.number}_0_log.err"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as errors, log.with_suffix(".out").open("ab") as output:
-            words = [*command, str(agenda.place(run).absolute())]
-            _, stopped = local.attended(words, env=environ, stdout=output, stderr=errors)
-        watch.settle(agenda.directory, run.subdirectory, str(log))
-        if stopped:
-            raise local.Stopped(stopped)
 
 
 class _BySlurm:

@@ -154,13 +154,13 @@ def _check_beginning(read: Config, goes_on: Path | None) -> None:
 
 
 def write_script(overrides: Sequence[str], source: Source | None = None) -> tuple[str, list[str]]:
-    """Return a script for sbatch, and remarks, such as what this machine's SLURM would refuse.
+    """Return a script for sbatch, and remarks, such as on what sbatch takes from this shell.
 
     Overrides are as for ``train.py``; ``cluster`` is ``slurm`` unless they or files choose another one. Lists make a
-    sweep that runs in one job, one run after the other. The script may be meant for another cluster.
+    sweep that runs in one job, one run after the other. Without SLURM here, the script is for another machine's.
 
     Raises:
-        ConfigError: The overrides are invalid, or request jobs of several shapes.
+        ConfigError: The overrides are invalid, request jobs of several shapes, or what SLURM here does not have.
     """
     source = source or Source(compose.conf_folder())
     words_of_run, has_jobs = [override for override in overrides if not commandline.is_cluster(override)], [True]
@@ -172,7 +172,10 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
     if not isinstance(cluster, Slurm):
         raise ConfigError([Problem("cluster", cluster.name, "is not a SLURM cluster", "try slurm, or omit it")])
     require(*_unfit_for_script(composed, cluster))
-    shapes, remarks = _shapes(composed.configs)
+    partitions: Sequence[Partition] = []
+    with suppress(SlurmError):
+        partitions = slurm.partitions() if slurm.available() else []
+    shapes = {shape_of(read, partitions) for read in composed.configs}
     rule, remedy = "one script is one job, and has", f"write one for each, or {command()} cluster=slurm"
     if len(shapes) != 1:
         rule = f"{rule} one shape, and these runs have several: {', '.join(sorted(map(str, shapes)))}"
@@ -192,9 +195,9 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
     used = resources.mounted_folders(first, None)
     step = resources.in_container(resources.Step(words), cluster.container, shape, used)
     text = resources.script(cluster, shape, f"ptdbench-{name}", [step], {"output": "ptdbench-%j.log"})
-    if preferred := slurm.ignored_variables(os.environ):
-        remarks.append(f"sbatch prefers these variables of this shell to the script's lines: {' '.join(preferred)}")
-    return text, remarks
+    preferred = slurm.ignored_variables(os.environ)
+    remark = f"sbatch prefers these variables of this shell to the script's lines: {' '.join(preferred)}"
+    return text, [remark] if preferred else []
 
 
 def _unfit_for_script(composed: Composed, cluster: Slurm) -> Iterator[Problem]:
@@ -210,28 +213,3 @@ def _unfit_for_script(composed: Composed, cluster: Slurm) -> Iterator[Problem]:
         (cluster.requeue, "cluster.requeue", True,
          "lets a run save ahead of the time limit and go on in its directory, which a script does not know", remedy),
     ])  # fmt: skip
-
-
-def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:
-    partitions: Sequence[Partition] = []
-    with suppress(SlurmError):
-        partitions = slurm.partitions() if slurm.available() else []
-    shapes, remarks = set(), []
-    for job in jobs if partitions else map(_without_question, jobs):
-        try:
-            shapes.add(shape_of(job, partitions))
-        except ConfigError as doubtful:
-            shapes.add(shape_of(_without_question(job), []))  # on another cluster
-            remarks += [f"not on the SLURM of this machine: {problem}" for problem in doubtful.problems]
-    if not partitions and any(_without_question(job) is not job for job in jobs):
-        rule = "no SLURM here tells how many GPUs a node has, so the script asks for none"
-        remarks.append(f"{rule}; try cluster.gpus_per_node=8")
-    return shapes, list(dict.fromkeys(remarks))
-
-
-def _without_question(job: Config) -> Config:
-    """Return the configuration with no GPUs if their number would have to be asked of SLURM."""
-    cluster = job.resolved["cluster"]
-    if cluster["gpus_per_node"] != "auto" or cluster["gres"] or job.resolved["device"] == "cpu":
-        return job
-    return job.changed({"cluster.gpus_per_node": 0})

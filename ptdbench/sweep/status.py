@@ -177,12 +177,10 @@ def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, J
     return by_directory, queue
 
 
-def conclude(sweep: Path, subdirectory: str, cause: Failure, status: str | None = None) -> RunRecord:
-    """Record the end of a run that could not do so itself; return its record. ``status`` defaults to the cause's."""
+def conclude(sweep: Path, subdirectory: str, cause: Failure, status: str | None = None) -> None:
+    """Record the end of a run that could not do so itself; ``status`` defaults to the cause's."""
     written = failed(store.load_record(sweep / subdirectory), cause)
-    done = {**written, "status": status or written["status"]}
-    store.write_record(sweep / subdirectory, done)
-    return typed(done)
+    store.write_record(sweep / subdirectory, {**written, "status": status or written["status"]})
 
 
 def _submitted(directory: Path, job: ledger.Job, state: JobState | None, record: RunRecord, has_ended: bool) -> Run:

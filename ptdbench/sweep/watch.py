@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ptdbench.records import ledger
-from ptdbench.records.failure import Failure
 from ptdbench.report import text
 from ptdbench.report.labels import titles
-from ptdbench.report.remarks import OUTPUT, reason
+from ptdbench.report.remarks import reason
 from ptdbench.report.text import MISSING, Column, cropped, wrap
 from ptdbench.setup import resume
 from ptdbench.sweep import status
@@ -186,16 +185,6 @@ def follow(sweep_directory: Path, shown: Collection[str] = ()) -> set[str]:
     for run in sweep.runs:
         _show_failure(run)
     return {*shown, *(run.directory for run in sweep.runs if run.is_over)}
-
-
-def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:
-    """After a job on this machine: if it left no result, record that."""
-    record = status.record_of(sweep_directory / subdirectory)
-    if record.is_open:
-        message = f"the job's process ended without a result{OUTPUT}{log}"
-        record = status.conclude(sweep_directory, subdirectory, Failure(-1, "Gone", message), "failed")
-    echo(f"{Path(subdirectory).name}: {record.status}", sys.stderr)
-    _show_failure(Run(subdirectory, None, None, record, is_over=True))
 
 
 def _show_failure(run: Run) -> None:

@@ -11,7 +11,6 @@ from ptdbench.setup import commandline
 @pytest.mark.parametrize(("typed", "added"), [
     (["hydra/launcher=submitit_slurm", "parallel=ddp"], ["cluster=slurm"]),
     (["hydra/launcher=submitit_slurm", "cluster=site_gpu"], []),
-    (["hydra/launcher=submitit_local"], ["hydra.mode=MULTIRUN"]),
     (["repeat.runs=5"], ["hydra.mode=MULTIRUN"]),
     (["repeat.runs=1"], []),
     (["repeat.runs=auto"], ["hydra.mode=MULTIRUN", "train.steps=20"]),

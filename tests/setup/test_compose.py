@@ -279,7 +279,7 @@ class TestExperiments:
         "e1": "hydra: {sweeper: {params: {optimizer.lr: '0.1,0.2'}}}",
         "e2": "hydra: {sweeper: {params: {optimizer.lr: '0.01,0.02,0.03'}}}",
         "on_slurm": "defaults: [override /cluster: slurm]",
-        "in_processes": "defaults: [override /hydra/launcher: submitit_local]",
+        "in_jobs": "defaults: [override /hydra/launcher: submitit_slurm]",
         "searching": "defaults: [override /hydra/sweeper: optuna]",
         "two_at_once": "hydra: {sweeper: {max_batch_size: 2}}",
         "plain": "seed: 7",
@@ -294,18 +294,19 @@ class TestExperiments:
         source = Source(CONF, extra=str(tmp_path))
         return lambda *words: compose_all(["model=toy", *words], True, source).overrides
 
-    def test_each_has_its_own_lists(self, runs):
-        e1, e2 = ([[f"optimizer.lr={rate}", "model=toy", f"experiment={name}"] for rate in rates] for name, rates in (
-            ("e1", (0.1, 0.2)), ("e2", (0.01, 0.02, 0.03)),
-        ))  # fmt: skip
-        assert runs("experiment=e1,e2") == [*e1, *e2]
-        assert runs("experiment=plain,e2") == [["model=toy", "experiment=plain"], *e2]
-        assert len(runs("experiment=e1,e2", "optimizer.lr=0.5")) == 2
+    def test_their_lists_are_the_sweeps(self, runs):
+        own = [[f"optimizer.lr={rate}", "model=toy", "experiment=e1"] for rate in (0.1, 0.2)]
+        assert runs("experiment=e1") == own
+        assert runs("experiment=e1", "optimizer.lr=0.5") == [["model=toy", "experiment=e1", "optimizer.lr=0.5"]]
+        both = [[words[0], *words[1:], seed] for words in own for seed in ("seed=1", "seed=2")]
+        assert runs("experiment=e1", "seed=1,2") == both
 
     @pytest.mark.parametrize(("words", "told"), [
+        ("experiment=e1,e2", "hydra.sweeper.params.optimizer.lr=0.1,0.2,0.01,0.02,0.03: a sweep has one"),
+        ("experiment=plain,e2", "hydra.sweeper.params.optimizer.lr=null,0.01,0.02,0.03: a sweep has one"),
         ("experiment=e1,on_slurm", "cluster=local,slurm: a sweep has one"),
         ("experiment=on_slurm,e1", "cluster=slurm,local: a sweep has one"),
-        ("experiment=e1,in_processes", "hydra/launcher=basic,submitit_local: a sweep has one"),
+        ("experiment=e1,in_jobs", "hydra/launcher=basic,submitit_slurm: a sweep has one"),
         ("experiment=e1,searching", "hydra/sweeper=basic,optuna: a sweep has one"),
         ("experiment=plain,two_at_once", "hydra.sweeper.max_batch_size=null,2: a sweep has one"),
         ("experiment=elsewhere,e1", "hydra.sweep.dir=there,outputs/"),

@@ -8,7 +8,6 @@ import pytest
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
-from ptdbench.problems import ConfigError
 from ptdbench.setup.compose import Source, compose_all, conf_folder
 from ptdbench.setup.config import Cluster
 from ptdbench.sweep import requests
@@ -114,31 +113,27 @@ def test_refused(overrides, line):
     assert refusal_of(written, *overrides) == Abridged(line)
 
 
-class TestForAnotherCluster:
-    """What this machine's SLURM has not, another may have: it is told, and the script is written."""
+def test_what_slurm_here_does_not_have_is_refused(monkeypatch):
+    monkeypatch.setattr(slurm, "available", lambda: True)
+    monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, (2,))])
+    flags, _ = written("device=auto", "parallel=ddp")
+    assert "--gpus-per-node=2" in flags
+    assert refusal_of(written, "cluster.partition=far").startswith("cluster.partition=far: there is no such partition")
 
-    def remarks(self, *overrides):
-        text, remarks = requests.write_script(["model=toy", *overrides])
-        assert "\nsrun " in text
-        return remarks
 
-    def test_local_slurms_refusal_is_only_a_remark(self, monkeypatch):
-        monkeypatch.setattr(slurm, "available", lambda: True)
-        monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, (2,))])
-        assert {"--nodes=3", "--partition=far"} <= set(written("cluster.nodes=3", "cluster.partition=far")[0])
-        (told,) = self.remarks("device=cpu", "cluster.partition=far")
-        assert told.startswith("not on the SLURM of this machine: cluster.partition=far: there is no such partition")
-        assert self.remarks("cluster.nodes=2") == []
-        with pytest.raises(ConfigError, match=r"^cluster\.ranks_per_node=3: must not exceed the GPUs of a node"):
-            self.remarks("cluster.gpus_per_node=2", "cluster.ranks_per_node=3")
+class TestWithoutSlurm:
+    """The script is for another machine."""
 
     @pytest.mark.parametrize("silent", [False, True], ids=["no slurm", "no answer"])
-    def test_how_many_gpus_a_node_has_cannot_be_known_without_slurm(self, silent, monkeypatch):
+    def test_how_many_gpus_a_node_has_is_to_be_given(self, silent, monkeypatch):
         monkeypatch.setattr(slurm, "available", lambda: silent)
         monkeypatch.setattr(slurm, "partitions", Mock(side_effect=SlurmError("Unable to contact slurm controller")))
-        (told,) = self.remarks("parallel=ddp,fsdp")
-        assert told.startswith("no SLURM here tells how many GPUs a node has, so the script asks for none")
+        line = "cluster.gpus_per_node=auto: … is not known here; give the number, or 0 for none"
+        assert refusal_of(written, "device=auto", "parallel=ddp,fsdp") == Abridged(line)
+        assert "--partition=far" in written("cluster.partition=far")[0]
 
-    @pytest.mark.parametrize("known", ["device=cpu", "cluster.gpus_per_node=4", "cluster.gres=gpu:volta:2"])
-    def test_nothing_is_said_of_gpus_where_their_number_is_known(self, known):
-        assert self.remarks(known) == []
+    @pytest.mark.parametrize(("given", "ranks"), [
+        ("gpus_per_node=4", 4), ("gres=gpu:volta:2", 2), ("gpus_per_node=0", 2),
+    ])  # fmt: skip
+    def test_what_is_given(self, given, ranks):
+        assert f"cluster.ranks_per_node={ranks}" in written("device=auto", f"cluster.{given}")[1]
