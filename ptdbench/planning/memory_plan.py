@@ -3,7 +3,7 @@
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,9 @@ from msgspec import convert, structs
 from ptdbench.files import strict
 from ptdbench.launch import settings
 from ptdbench.measure.memory import host_memory
-from ptdbench.models.materialize import parameter_count
-from ptdbench.models.protocol import module_of
 from ptdbench.parallel.dims import BatchPlan, Dims
-from ptdbench.parallel.footprint import StateBytes, footprints
-from ptdbench.parallel.precision import DTYPES, arithmetic
+from ptdbench.parallel.footprint import StateBytes
+from ptdbench.parallel.precision import arithmetic
 from ptdbench.planning import recordings, step_time
 from ptdbench.planning.classes import classes, merged
 from ptdbench.planning.recordings import Recording
@@ -337,57 +335,22 @@ class _Virtual:
         rule = f"micro-batch {shown} needs {needs}, but {has}"
         if search.best:
             return f"{rule}; train.micro_batch={search.best} fits"
-        smallest = min(search.tries, key=lambda attempt: attempt.micro_batch)
-        size, needed = smallest.micro_batch, smallest.needed_bytes
-        if needed is None:
-            return f"{rule}; none fits"
-        # On top of sharded state, FSDP gathers weights, and a pipeline keeps the unsharded gradients of its stage.
-        rest = needed - self._held.get(size, 0) - self._on_gpu
-        if not self._training.strategy.gathers_weights(dims := self._training.layout.dims):
-            rest += self._gathered() + (dims.pipeline > 1) * max(state.gradients for state in self._state)
-        if rest >= self._room:
-            needs = f"micro-batch {size} needs {memory_text(rest)} besides the training state"
-            return f"{rule}; none fits: {needs}{self._else()}"
-        return f"{rule}; none fits; micro-batch {size} would {self._conditions(size, self._room - rest)}"
+        state = f": {memory_text(self._on_gpu)} are weights, gradients and optimizer state" if self._on_gpu else ""
+        savings = ", ".join(self._savings())
+        return f"{rule}; none fits{state}" + (f"; try {savings}" if savings else "")
 
-    def _conditions(self, size: int, free: int) -> str:
-        """Say over how many GPUs, and with which options, a micro-batch fits that leaves ``free`` bytes for state."""
-        training, strategy, batch = self._training, self._training.strategy, self._layouts[size].global_batch
-        dims, conditions = training.layout.dims, []
-        (whole,) = footprints(training.model, training.optimizer)
-        gpus = dims.world_size
-        if self._on_gpu > free or not strategy.gathers_weights(dims):
-            gpus = math.ceil(whole.total / free)
-            conditions.append(f"if weights and optimizer state were sharded over about {gpus:,} GPUs")
-        replicas = max(1, gpus * dims.batch // dims.world_size)
-        options = []
-        sets_passes = self._request.sets_batch or strategy.applies("pipeline", dims)
-        if batch > replicas * size and not (sets_passes or strategy.reduce_scatter_each_microbatch):
-            options.append("parallel.reduce_scatter_each_microbatch=true")
-        if batch < replicas * size and not self._request.sets_batch:
-            options.append(f"train.global_batch={replicas * size}")
-        return ", ".join([*conditions, *([f"with {' and '.join(options)}"] if options else [])])
-
-    def _gathered(self) -> int:
-        """Return the bytes that FSDP holds at a time: two gathered layers, the weights outside, and one reduction."""
-        model = self._training.model
-        sizes = [parameter_count(layer) for layer in model.layers()]
-        most = max(sizes, default=0)
-        count = parameter_count(module_of(model)) - sum(sizes) + 2 * most
-        return count * DTYPES[self._request.config.general.precision].itemsize + 4 * most
-
-    def _else(self) -> str:
-        """Suggest options that reduce memory other than the training state, if no micro-batch fits."""
-        config, words = self._request.config, []
-        smallest = next(iter(self._layouts.values()))
+    def _savings(self) -> Iterator[str]:
+        """Yield options that reduce memory, if no micro-batch fits."""
+        config, strategy, smallest = self._request.config, self._training.strategy, next(iter(self._layouts.values()))
         if (dims := smallest.dims).replicate * dims.shard == dims.world_size and dims.replicate > 1:
-            words.append("parallel=fsdp")
-        if self._training.strategy.accumulates_whole(smallest):
-            words.append("parallel.reduce_scatter_each_microbatch=true")
+            yield "parallel=fsdp"
+        elif strategy.shards(dims):
+            yield "more cluster.nodes"
+        if strategy.accumulates_whole(smallest):
+            yield "parallel.reduce_scatter_each_microbatch=true"
         if config.call("activations").name == "keep":
-            words.append("activations=recompute")
+            yield "activations=recompute"
         if config.general.precision == "fp32":
-            words.append("precision=bf16")
+            yield "precision=bf16"
         if self._training.model.roles():
-            words.append("parallel.tensor or parallel.context")
-        return f"; try {', '.join(words)}" if words else ""
+            yield "parallel.tensor or parallel.context"
