@@ -460,10 +460,8 @@ def test_a_process_that_plans_and_dies_costs_its_plan_and_no_other(monkeypatch):
 
 @pytest.mark.parametrize(("gigabytes", "expected"), [(200, 64), (16, 5), (1, 1)])
 def test_as_many_ranks_at_once_as_memory_allows(monkeypatch, gigabytes, expected):
-    """Also on a Mac, where no process is bound to cores."""
     monkeypatch.setattr(plans, "host_memory", lambda: HostMemory(200 * 10**9, gigabytes * 10**9))
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
     monkeypatch.setattr(plans, "_fields", lambda plan, execute, cores: {"at once": cores})
     (found,) = plans._made(uncached("toy"), len, len)  # type: ignore[arg-type]
     assert found == {"at once": expected}
