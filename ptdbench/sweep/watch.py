@@ -1,6 +1,7 @@
 """Watching a sweep: the table of a sweep that may still be in progress, and following it until its last run ends."""
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,7 +17,7 @@ from ptdbench.report.text import MISSING, Column, cropped, wrap
 from ptdbench.setup import resume
 from ptdbench.sweep import status
 from ptdbench.sweep.status import Run, Sweep
-from ptdbench.terminal import command, echo, plain, plural
+from ptdbench.terminal import command, echo, from_here, plain, plural
 
 
 def numbered(sweep: Sweep) -> list[tuple[int, str, Run]]:
@@ -154,10 +155,14 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     arrays = list(dict.fromkeys(identity.partition("_")[0] for identity in ids))
     what = plural(len(ids), "job") + (f" with {plural(len(jobs), 'run')}" if len(jobs) > len(ids) else "")
     echo(f"submitted {what}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
-    echo(f"status     {command('status')} {sweep_directory}")
+    echo(f"status     {_status_command(sweep_directory)}")
     echo(f"cancel     scancel {' '.join(arrays)}")
     logs = Path(os.path.commonpath([job.log for job in jobs]))
-    echo(f"output     {sweep_directory / logs.relative_to(sweep_directory.absolute())}")
+    echo(f"output     {shlex.quote(str(from_here(logs)))}")
+
+
+def _status_command(sweep_directory: Path) -> str:
+    return f"{command('status')} {shlex.quote(str(from_here(sweep_directory)))}"
 
 
 def follow(sweep_directory: Path, shown: Collection[str] = ()) -> set[str]:
@@ -176,7 +181,7 @@ def follow(sweep_directory: Path, shown: Collection[str] = ()) -> set[str]:
                 break  # a run without a job makes no further progress
             time.sleep(min(LATER, max(FIRST, (time.monotonic() - started) / 30)))
     except BaseException as error:
-        hint = f"The jobs keep running. Look at them with: {command('status')} {sweep_directory}"
+        hint = f"The jobs keep running. Look at them with: {_status_command(sweep_directory)}"
         if isinstance(error, OSError):
             problem = f"{error.filename or sweep_directory}: {error.strerror or error}; free some space, and look again"
             echo(f"{problem}\n{hint}", sys.stderr)
