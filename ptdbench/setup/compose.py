@@ -10,7 +10,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,9 @@ _MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.
 
 #: Modules of the callables in ``conf/``, where all of their options are listed.
 _SHIPPED = re.compile(r"torch\.|ptdbench\.(?!examples\.)")
+
+#: The most choices of a group that a hint reads to find an option: not those of ``model``.
+_FEW = 12
 
 #: What to type for names that other programs give to layouts; as choices, a glob would run these twice.
 _ELSEWHERE = {
@@ -414,6 +417,7 @@ def _problem(config_name: str, override: Override, word: str, sound: Sequence[st
     """Explain why Hydra refuses one ``word`` of an override, given the ``sound`` ones of the command line."""
     name, typed, value = override.key_or_group, _typed_value(override), word.partition("=")[2]
     choices = _choices(name) if _is_group(name) else []
+    choices = [choice for choice in choices if f"{name}={choice}" != "hydra/launcher=ptdbench"]  # it cannot be typed
     if misplaced := _MISPLACED.match(str(refused)):
         return _of_no_package(misplaced[1], misplaced[2])
     if choices and value not in choices and not (override.package or override.is_delete()):
@@ -437,7 +441,22 @@ def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
         near = nearest(last, [key for key in map(str, beside or ()) if key not in OF_CHOICE])
         return try_these([*(f"{group}.{key}" for key in near), in_shell(f"+{name}", _typed_value(override))])
     shown = "hydra" if name.startswith("hydra.") else "job"
-    return try_these(_similar(name, [*_groups(), *options])) or f"see {command()} --cfg {shown}"
+    meant = _choices_with(config_name, name, sound) or _similar(name, [*_groups(), *options])
+    return try_these(meant) or f"see {command()} --cfg {shown}"
+
+
+def _choices_with(config_name: str, name: str, sound: Sequence[str]) -> list[str]:
+    """List choices of an option's group that have it, as ``cluster=slurm`` has ``cluster.partition``."""
+    group = name.partition(".")[0]
+    choices = sorted(_choices(group), key=len) if group in _groups() else []
+    if len(choices) > _FEW:
+        return []
+    folders = [word for word in sound if option(word) == "hydra.searchpath"]
+    has_it = []
+    for word in (f"{group}={choice}" for choice in choices):
+        with suppress(*_REFUSALS):
+            has_it += [word] * (name in _options(_compose(config_name, [*folders, word])))
+    return has_it[:3]
 
 
 def _reason(error: Exception) -> str:
@@ -459,7 +478,7 @@ def _groups() -> list[str]:
 
 
 def _is_group(name: str) -> bool:
-    return name in (*_groups(), SWEEPER)
+    return name in (*_groups(), LAUNCHER, SWEEPER)
 
 
 def _options(config: DictConfig) -> list[str]:
