@@ -18,6 +18,7 @@ from ptdbench.setup import resume
 from ptdbench.sweep import status
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import command, echo, from_here, plain, plural
+from ptdbench.units import three_digits
 
 
 def numbered(sweep: Sweep) -> list[tuple[int, str, Run]]:
@@ -106,10 +107,10 @@ def _step(run: Run) -> str:
 def _rate(run: Run) -> str:
     if run.is_over or not run.progress:  # what ranks of this machine note in their record is as recent
         tokens, samples = run.record.metrics.tokens_per_second, run.record.metrics.samples_per_second
-        return f"{tokens:,.0f}" if tokens else f"{samples:,.1f} samples" if samples else MISSING
-    if not run.progress.per_second:
-        return MISSING
-    return f"{run.progress.per_second:,.0f}" + (" samples" if run.progress.unit == "samples" else "")
+        rate, unit = (tokens, "tokens") if tokens else (samples, "samples")
+    else:
+        rate, unit = run.progress.per_second, run.progress.unit
+    return f"{three_digits(rate)}{' samples' * (unit == 'samples')}" if rate else MISSING
 
 
 def _cell(cell: Callable[[Run], str]) -> Callable[[tuple[int, str, Run]], str]:
