@@ -160,7 +160,7 @@ def of_workload(record: RunRecord, width: int) -> str:
     if record.status == "ok" and not lines:
         without = f"ok, without a result to show: its outcome has no field {record.workload}"
         lines.append(wrap(f"{record.workload}: {without}", width))
-    elif record.status != "ok":
+    elif record.status != "ok" and not (lines and record.error.type in ("Busy", "Unsound")):  # the verdict says it
         lines.append(wrap(f"{record.workload}: {reason(record)}", width))
     return "\n".join(lines)
 
