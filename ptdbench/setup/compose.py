@@ -53,9 +53,6 @@ _MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.
 #: Modules of the callables in ``conf/``, where all of their options are listed.
 _SHIPPED = re.compile(r"torch\.|ptdbench\.(?!examples\.)")
 
-#: The most choices of a group that a hint reads to find an option: not those of ``model``.
-_FEW = 12
-
 #: What to type for names that other programs give to layouts; as choices, a glob would run these twice.
 _ELSEWHERE = {
     "parallel=dp": "ddp",
@@ -446,17 +443,13 @@ def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
 
 
 def _choices_with(config_name: str, name: str, sound: Sequence[str]) -> list[str]:
-    """List choices of an option's group that have it, as ``cluster=slurm`` has ``cluster.partition``."""
-    group = name.partition(".")[0]
-    choices = sorted(_choices(group), key=len) if group in _groups() else []
-    if len(choices) > _FEW:
-        return []
-    folders = [word for word in sound if option(word) == "hydra.searchpath"]
-    has_it = []
-    for word in (f"{group}={choice}" for choice in choices):
+    """List choices of an option's group that have it, as ``cluster=slurm`` has ``cluster.partition``; but no models."""
+    group, folders = name.partition(".")[0], [word for word in sound if option(word) == "hydra.searchpath"]
+    having: list[str] = []
+    for choice in sorted(_choices(group), key=len) if group in {*_groups()} - {"model"} else ():
         with suppress(*_REFUSALS):
-            has_it += [word] * (name in _options(_compose(config_name, [*folders, word])))
-    return has_it[:3]
+            having += [f"{group}={choice}"] * (name in _options(_compose(config_name, [*folders, f"{group}={choice}"])))
+    return having[:3]
 
 
 def _reason(error: Exception) -> str:

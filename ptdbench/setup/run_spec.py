@@ -203,11 +203,10 @@ def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, runnin
 
 
 def _unfit_for_virtual(config: Config, world: World | None) -> Iterator[Problem]:
-    """Yield problems of virtual GPUs on a cluster, on the CPU, or for ranks that a launcher started."""
+    """Yield problems of virtual GPUs on a cluster, on the CPU, or for ranks that a launcher, not a job, starts."""
     call, cluster, general = config.call("virtual"), config.cluster, config.general
     count, ranks = cluster.ranks_per_node, call.options.get("ranks")
-    is_job = isinstance(cluster, Slurm)  # its world is the one that it will have
-    launcher = world.launcher if world and not is_job and not world.started_by.has_parent else ""
+    launcher = world.launcher if world and not isinstance(cluster, Slurm) and not world.started_by.has_parent else ""
     some = ranks is not None
     saves = bool(config.checkpoint.every_steps or general.resume)
     is_other_work = config.call("workload").name != "train"
@@ -220,7 +219,7 @@ def _unfit_for_virtual(config: Config, world: World | None) -> Iterator[Problem]
          "try null, or omit eval.every"),
         (some and is_other_work, "virtual.ranks", ranks, "only training can run on some of the ranks",
          "try null, workload=train and check=false"),
-        (is_job, "cluster", cluster.name,
+        (isinstance(cluster, Slurm), "cluster", cluster.name,
          f"virtual={call.name} runs on this machine, whatever its nodes", "omit cluster"),
         (count != "auto" and count > MOST_GPUS, "cluster.ranks_per_node", count,
          f"torch is compiled for at most {MOST_GPUS} GPUs per node", f"try {MOST_GPUS} or fewer on more cluster.nodes"),

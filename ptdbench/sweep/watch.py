@@ -156,14 +156,10 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     arrays = list(dict.fromkeys(identity.partition("_")[0] for identity in ids))
     what = plural(len(ids), "job") + (f" with {plural(len(jobs), 'run')}" if len(jobs) > len(ids) else "")
     echo(f"submitted {what}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
-    echo(f"status     {_status_command(sweep_directory)}")
+    echo(f"status     {command('status')} {shlex.quote(str(from_here(sweep_directory)))}")
     echo(f"cancel     scancel {' '.join(arrays)}")
     logs = Path(os.path.commonpath([job.log for job in jobs]))
     echo(f"output     {shlex.quote(str(from_here(logs)))}")
-
-
-def _status_command(sweep_directory: Path) -> str:
-    return f"{command('status')} {shlex.quote(str(from_here(sweep_directory)))}"
 
 
 def follow(sweep_directory: Path, shown: Collection[str] = ()) -> set[str]:
@@ -182,7 +178,8 @@ def follow(sweep_directory: Path, shown: Collection[str] = ()) -> set[str]:
                 break  # a run without a job makes no further progress
             time.sleep(min(LATER, max(FIRST, (time.monotonic() - started) / 30)))
     except BaseException as error:
-        hint = f"The jobs keep running. Look at them with: {_status_command(sweep_directory)}"
+        shown = shlex.quote(str(from_here(sweep_directory)))
+        hint = f"The jobs keep running. Look at them with: {command('status')} {shown}"
         if isinstance(error, OSError):
             problem = f"{error.filename or sweep_directory}: {error.strerror or error}; free some space, and look again"
             echo(f"{problem}\n{hint}", sys.stderr)
