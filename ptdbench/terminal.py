@@ -21,6 +21,13 @@ ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code
 _TRAIN_PY = Path(__file__).parents[1] / "train.py"
 
 
+def from_here(path: str | Path) -> Path:
+    """Return a path as it is shown: relative if it lies in the current directory, and absolute otherwise."""
+    with suppress(ValueError, FileNotFoundError):  # it lies elsewhere, or the current directory was deleted
+        return Path(os.path.abspath(path)).relative_to(Path.cwd())
+    return Path(os.path.abspath(path))
+
+
 #: The variable with the command line that submitted this job.
 _VARIABLE = "PTDBENCH_TYPED"
 

@@ -51,7 +51,8 @@ class TestStatus:
         assert (status, title) == (1, "toy · fp32")
         assert row.endswith("1 ok, 1 failed")
         assert below[0] == "ddp: failed on rank 1: RuntimeError: on purpose"
-        assert below[-1].startswith("report       ")
+        assert below[-2].startswith("report       ")
+        assert below[-1] == f"resume       ptdbench train sweep.resume={sweep.path}"
 
     def test_as_json(self, sweep, ptdbench):
         """Of a run that goes on how far it is, of one that has ended its record's figures."""

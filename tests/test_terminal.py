@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ptdbench import terminal
-from ptdbench.terminal import command, echo, plain, transient, under
+from ptdbench.terminal import command, echo, from_here, plain, transient, under
 from tests import forked
 from tests.conftest import ROOT
 from tests.programs import Terminal
@@ -24,6 +24,27 @@ from tests.programs import Terminal
 ])  # fmt: skip
 def test_control_characters_are_escaped(text, shown):
     assert plain(text) == plain(plain(text)) == shown
+
+
+@pytest.mark.parametrize(("path", "shown"), [
+    ("outputs/run", "outputs/run"),
+    ("/a/here/outputs/run", "outputs/run"),
+    ("/a/here", "."),
+    ("../there/run", "/a/there/run"),
+    ("/a/heretic", "/a/heretic"),
+])  # fmt: skip
+def test_a_path_is_relative_only_within_the_current_directory(path, shown, monkeypatch, tmp_path):
+    (tmp_path / "a/here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a/here")
+    absolute = f"{tmp_path}{path}" if path.startswith("/") else path
+    assert str(from_here(absolute)) == (f"{tmp_path}{shown}" if shown.startswith("/") else shown)
+
+
+def test_a_path_is_shown_from_a_directory_that_was_deleted(monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert from_here(tmp_path / "run") == tmp_path / "run"
 
 
 @pytest.mark.parametrize(("typed", "train", "status"), [

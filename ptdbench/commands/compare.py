@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import shutil
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ptdbench.problems import Problem, require
-from ptdbench.terminal import command, echo, plural, width
+from ptdbench.terminal import command, echo, from_here, plural, width
 
 if TYPE_CHECKING:
     from ptdbench.records.run_record import RunRecord
@@ -90,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
     echo(versus.render(comparison, titles, width()))
     for line in versus.gate(comparison, arguments.fail_if_slower) if arguments.fail_if_slower else ():
         echo(text.wrap(f"--fail-if-slower: {line}", width()))
-    shown = shlex.join([os.path.relpath(together)] if together else map(str, folders))
+    shown = shlex.join(map(str, [from_here(together)] if together else folders))
     if together:  # one folder contains all runs
         echo(f"records      {shown}")
         if any(steps.why_no_phases(run) is None for side in sides for run in side):

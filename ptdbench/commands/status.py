@@ -39,7 +39,13 @@ def main(arguments: argparse.Namespace) -> int:
         explained = watch.table_text(sweep, width, explains=not is_final) + "\n" * is_final
         echo(files.as_text(watch.as_json(sweep)) if arguments.json else explained)
     if is_final:
+        from ptdbench.records import ledger
+        from ptdbench.records.record import DONE
         from ptdbench.report import table
+        from ptdbench.setup import resume
 
         table.show_results(directory)
+        left = [run.record for run in sweep.runs if run.record.status not in DONE]
+        if store.is_sweep(directory) and ledger.read(directory).overrides and left:
+            echo(f"resume       {resume.command(directory, left[0].sources or [], left[0].start_command)}")
     return int(bool(sweep.killed) or any(run.is_over and run.record.status != "ok" for run in sweep.runs))

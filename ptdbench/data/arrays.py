@@ -86,7 +86,7 @@ class ImageArrays(Images):
         problems = []
         for option, value, needed in (("classes", classes, self.classes), ("image_size", image_size, self.image_size)):
             if value != needed:
-                rule = f"the model's must match these images, {needed}"
+                rule = f"comes from the model, and must be {needed}, as in these images"
                 problems.append(Problem(option, value, rule, try_these([f"model.{option}={needed}"])))
         return problems
 

@@ -110,7 +110,8 @@ def stopped(record: Written, why: str, saved: bool | None = True) -> Draft:
     SIGUSR2 comes ahead of the time limit of a job that ptdbench submitted.
     """
     is_limit = why.startswith("SIGUSR2") and option(configuration(record), "cluster.submit", str)
-    why = f"{why}, ahead of the time limit of its job" if is_limit else why
+    signal, mark, more = why.partition(";")
+    why = f"{signal}, ahead of the time limit of its job{mark}{more}" if is_limit else why
     again = f"{start_command(record.get('launcher'), configuration(record))} {in_shell('resume', record['directory'])}"
     message = f"stopped by {why}; {_HOW_IT_GOES_ON[saved]}: {again}"
     status = "timeout" if is_limit else "preempted"

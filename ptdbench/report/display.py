@@ -231,8 +231,9 @@ class Display:
 
     def conclude(self, rate: float | None) -> None:
         """Show the run's throughput as recorded, without its warm-up, in place of that since the last call."""
-        self._rate, self._ends = rate, self._clock()
-        self._write_steps(self._ends)
+        now = self._clock()
+        self._rate, self._ends = rate, now if self._done == self.total_steps else None  # it was stopped
+        self._write_steps(now)
 
     def _write_steps(self, now: float) -> None:
         if self._heading and not self._live:

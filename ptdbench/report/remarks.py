@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import attrgetter, itemgetter
@@ -20,11 +19,14 @@ from ptdbench.records.store import RECORD
 from ptdbench.report import virtual
 from ptdbench.report.labels import options
 from ptdbench.report.text import range_text
-from ptdbench.terminal import plural
+from ptdbench.terminal import from_here, plural
 from ptdbench.units import flops_text
 
 #: The text in a message before the path of the processes' output.
 OUTPUT = "; its output is in "
+
+#: Types of ptdbench's own errors, to which their name adds nothing.
+_SAID_BY_MESSAGE = {"ConfigError", "ExitStatus", "Gone", "Stopped"}
 
 #: A possible cause of a failure on virtual GPUs.
 _ON_VIRTUAL = "virtual GPUs compute nothing: code that depends on the values of tensors fails there"
@@ -47,12 +49,12 @@ def reason(record: RunRecord) -> str:
     separator = "; " if error.type == "ConfigError" else " "  # one problem a line
     line = separator.join(filter(None, (" ".join(part.split()) for part in message.splitlines())))
     line = line if error.type == "ConfigError" or len(line) <= _LIMIT else f"{line[:_LIMIT].rstrip()} ..."
-    cause = ": ".join(filter(None, (error.type, line)))
+    kind = "" if error.type in _SAID_BY_MESSAGE or error.type in line.split() else error.type
+    cause = ": ".join(filter(None, (kind, line)))
     text = OUTPUT.join([f"{record.status}{where}: {cause or 'no reason on record'}", *output])
     if error.where:
         path = Path(record.directory) / (RECORD if record.kind == "planned" else TRACEBACK)
-        shown = os.path.relpath(path) if Path.cwd() in path.absolute().parents else path
-        text += f" at {error.where}; the whole traceback is in {shown}"
+        text += f" at {error.where}; the whole traceback is in {from_here(path)}"
     if record.precision in ("bf16", "fp16") and "must have the same dtype" in error.message:
         text += f"; with precision={record.precision} a buffer stays as it is: cast it where it meets activations"
     if record.kind == "virtual" and record.status == "failed" and error.rank != -1:

@@ -1,7 +1,6 @@
 """Final tables: the ranking of training runs, plans, and the results of other workloads."""
 
 import json
-import os
 import shlex
 import statistics
 import sys
@@ -29,7 +28,7 @@ from ptdbench.report.labels import names
 from ptdbench.report.remarks import reason
 from ptdbench.report.steps import why_no_phases
 from ptdbench.report.text import MISSING, Column, drawn, figure_text, wrap
-from ptdbench.terminal import command, echo, plural
+from ptdbench.terminal import command, echo, from_here, plural
 from ptdbench.units import size_text, three_digits, time_text
 
 
@@ -72,7 +71,7 @@ SEARCHED = "optimization_results.yaml"
 
 def closing_lines(directory: Path, records: Sequence[RunRecord] = ()) -> str:
     """Return where the records of a run or a sweep are, and the commands for phases, curves and a report."""
-    shown = shlex.quote(os.path.relpath(directory))
+    shown = shlex.quote(str(from_here(directory)))
     of_sweep = (directory / RESULTS).exists()
     lines = [f"records      {shown}/{RESULTS if of_sweep else RECORD}"]
     if any(why_no_phases(record) is None for record in records):
@@ -161,7 +160,7 @@ def of_workload(record: RunRecord, width: int) -> str:
     if record.status == "ok" and not lines:
         without = f"ok, without a result to show: its outcome has no field {record.workload}"
         lines.append(wrap(f"{record.workload}: {without}", width))
-    elif record.status != "ok":
+    elif record.status != "ok" and not (lines and record.error.type in ("Busy", "Unsound")):  # the verdict says it
         lines.append(wrap(f"{record.workload}: {reason(record)}", width))
     return "\n".join(lines)
 

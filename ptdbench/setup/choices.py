@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from ptdbench.problems import ConfigError, Problem, first_line, message_of, nearest, require, try_these, under
@@ -152,4 +153,7 @@ def guarded(group: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
         if isinstance(cause, ConfigError):
             raise cause.under(group) from None
-        raise ConfigError([Problem(group, "(its options)", f"cannot be built: {message_of(cause)}")]) from error
+        rule, remedy = f"cannot be built: {message_of(cause)}", ""
+        if isinstance(cause, InterpolationKeyError) and (absent := re.search(r"'((\w+)[^']*)'", rule)):
+            rule, remedy = f"refer to {absent[1]}, which is not among the options", f"try another {absent[2]}"
+        raise ConfigError([Problem(group, "(its options)", rule, remedy)]) from error

@@ -10,7 +10,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -396,6 +396,7 @@ def _problem(config_name: str, override: Override, word: str, sound: Sequence[st
     """Explain why Hydra refuses one ``word`` of an override, given the ``sound`` ones of the command line."""
     name, typed, value = override.key_or_group, _typed_value(override), word.partition("=")[2]
     choices = _choices(name) if _is_group(name) else []
+    choices = [choice for choice in choices if f"{name}={choice}" != "hydra/launcher=ptdbench"]  # it cannot be typed
     if misplaced := _MISPLACED.match(str(refused)):
         return _of_no_package(misplaced[1], misplaced[2])
     if choices and value not in choices and not (override.package or override.is_delete()):
@@ -419,7 +420,18 @@ def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
         near = nearest(last, [key for key in map(str, beside or ()) if key not in OF_CHOICE])
         return try_these([*(f"{group}.{key}" for key in near), in_shell(f"+{name}", _typed_value(override))])
     shown = "hydra" if name.startswith("hydra.") else "job"
-    return try_these(_similar(name, [*_groups(), *options])) or f"see {command()} --cfg {shown}"
+    meant = _choices_with(config_name, name, sound) or _similar(name, [*_groups(), *options])
+    return try_these(meant) or f"see {command()} --cfg {shown}"
+
+
+def _choices_with(config_name: str, name: str, sound: Sequence[str]) -> list[str]:
+    """List choices of an option's group that have it, as ``cluster=slurm`` has ``cluster.partition``; but no models."""
+    group, folders = name.partition(".")[0], [word for word in sound if option(word) == "hydra.searchpath"]
+    having: list[str] = []
+    for choice in sorted(_choices(group), key=len) if group in {*_groups()} - {"model"} else ():
+        with suppress(*_REFUSALS):
+            having += [f"{group}={choice}"] * (name in _options(_compose(config_name, [*folders, f"{group}={choice}"])))
+    return having[:3]
 
 
 def _reason(error: Exception) -> str:
@@ -441,7 +453,7 @@ def _groups() -> list[str]:
 
 
 def _is_group(name: str) -> bool:
-    return name in (*_groups(), SWEEPER)
+    return name in (*_groups(), LAUNCHER, SWEEPER)
 
 
 def _options(config: DictConfig) -> list[str]:

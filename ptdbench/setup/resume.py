@@ -54,7 +54,7 @@ def command(directory: Path, sources: Sequence[str] = (), started: str = "") -> 
 
     ``started`` is how it was started, by default as this process.
     """
-    place = in_shell(SWEEP if store.is_sweep(directory) else RUN, directory)
+    place = in_shell(SWEEP if store.is_sweep(directory) else RUN, terminal.from_here(directory))
     return " ".join([started or terminal.command(), *map(shlex.quote, sources), place])
 
 
@@ -119,8 +119,10 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
 def _sweep(directory: Path, others: list[str], key: str, only: str | None = None) -> Line:
     """Resume a sweep in its directory: runs that are ok will be skipped."""
     if not (task := _ledger(directory).overrides):
-        rule = f"there is no sweep (no {ledger.LEDGER})"
-        raise ConfigError([Problem(SWEEP, directory, rule, "give the directory of a sweep below outputs")])
+        rule, remedy = f"there is no sweep (no {ledger.LEDGER})", "give the directory of a sweep below outputs"
+        if (directory / store.RECORD).exists():
+            rule, remedy = "is a run", f"try {command(directory)}"
+        raise ConfigError([Problem(SWEEP, directory, rule, remedy)])
     swept = {option(override) for override in task if "," in override.partition("=")[2]}
     others = _new(others, task)
     wrong = [override for override in others if not _may_change(option(override), swept)]

@@ -203,10 +203,10 @@ def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, runnin
 
 
 def _unfit_for_virtual(config: Config, world: World | None) -> Iterator[Problem]:
-    """Yield problems of virtual GPUs on a cluster, on the CPU, or for ranks that a launcher started."""
+    """Yield problems of virtual GPUs on a cluster, on the CPU, or for ranks that a launcher, not a job, starts."""
     call, cluster, general = config.call("virtual"), config.cluster, config.general
     count, ranks = cluster.ranks_per_node, call.options.get("ranks")
-    launcher = world.launcher if world and not world.started_by.has_parent else ""
+    launcher = world.launcher if world and not isinstance(cluster, Slurm) and not world.started_by.has_parent else ""
     some = ranks is not None
     saves = bool(config.checkpoint.every_steps or general.resume)
     is_other_work = config.call("workload").name != "train"

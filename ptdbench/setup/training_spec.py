@@ -331,7 +331,7 @@ def _check_data(config: Config, model: Model, data: Data, on_gpu: bool) -> None:
             rule += f"; its forward takes {', '.join(model.takes)}"
             names = ("data=synthetic_inputs, or " * ("config" in call.options), "samples that are a dict of these")
             inputs = data.example()[0]
-            if not (isinstance(inputs, dict) and {*inputs} <= {*model.takes}):
+            if len(model.takes) > 1 and not (isinstance(inputs, dict) and {*inputs} <= {*model.takes}):
                 remedy = f"try {''.join(names)} by data=custom"
         raise ConfigError([Problem("data", data_call.name, rule, remedy)]) from None
 

@@ -176,12 +176,12 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
     with suppress(SlurmError):
         partitions = slurm.partitions() if slurm.available() else []
     shapes = {shape_of(read, partitions) for read in composed.configs}
-    rule, remedy = "one script is one job, and has", f"write one for each, or {command()} cluster=slurm"
-    if len(shapes) != 1:
-        rule = f"{rule} one shape, and these runs have several: {', '.join(sorted(map(str, shapes)))}"
-        require(Problem("sbatch", " ".join(overrides), rule, remedy))
+    rule, remedy = "one script is one job, and has one", f"write one for each, or {command()} cluster=slurm"
     clusters = [dict(leaves(read.resolved["cluster"], "cluster.")) for read in composed.configs]
-    require(*differing(clusters, f"{rule} one value", remedy))
+    require(*differing(clusters, f"{rule} value", remedy))
+    if len(shapes) != 1:
+        rule = f"{rule} number of nodes and ranks, and these runs have several: {', '.join(sorted(map(str, shapes)))}"
+        require(*differing([commandline.values(words) for words in composed.overrides], rule, remedy))
     shape = shapes.pop()
     # Also for a list or a glob with a single value: the overrides of its run are not the ones that were typed.
     sweep = ["-m"] if len(composed.configs) > 1 or {*composed.overrides[0]} - {*composed.typed} else []

@@ -225,6 +225,8 @@ def _was_signaled(record: RunRecord) -> bool:
 
 def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, str]:
     """Return state and message for a job that SLURM ended or forgot; ``begun`` says whether the run had started."""
+    if state and state.state == "CANCELLED" and not (state.nodes or begun):  # its reason is why it was pending
+        return state.state, f"SLURM ended job {job.id} before it began: CANCELLED"
     where = f"{OUTPUT}{job.log}"
     if state is None:
         kind, message = "Gone", f"job {job.id} is not in the queue any more and left no result"

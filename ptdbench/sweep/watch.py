@@ -1,6 +1,7 @@
 """Watching a sweep: the table of a sweep that may still be in progress, and following it until its last run ends."""
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,7 +16,8 @@ from ptdbench.report.text import MISSING, Column, cropped, wrap
 from ptdbench.setup import resume
 from ptdbench.sweep import status
 from ptdbench.sweep.status import Run, Sweep
-from ptdbench.terminal import command, echo, plain, plural
+from ptdbench.terminal import command, echo, from_here, plain, plural
+from ptdbench.units import three_digits
 
 
 def numbered(sweep: Sweep) -> list[tuple[int, str, Run]]:
@@ -104,10 +106,10 @@ def _step(run: Run) -> str:
 def _rate(run: Run) -> str:
     if run.is_over or not run.progress:  # what ranks of this machine note in their record is as recent
         tokens, samples = run.record.metrics.tokens_per_second, run.record.metrics.samples_per_second
-        return f"{tokens:,.0f}" if tokens else f"{samples:,.1f} samples" if samples else MISSING
-    if not run.progress.per_second:
-        return MISSING
-    return f"{run.progress.per_second:,.0f}" + (" samples" if run.progress.unit == "samples" else "")
+        rate, unit = (tokens, "tokens") if tokens else (samples, "samples")
+    else:
+        rate, unit = run.progress.per_second, run.progress.unit
+    return f"{three_digits(rate)}{' samples' * (unit == 'samples')}" if rate else MISSING
 
 
 def _cell(cell: Callable[[Run], str]) -> Callable[[tuple[int, str, Run]], str]:
@@ -153,10 +155,10 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     arrays = list(dict.fromkeys(identity.partition("_")[0] for identity in ids))
     what = plural(len(ids), "job") + (f" with {plural(len(jobs), 'run')}" if len(jobs) > len(ids) else "")
     echo(f"submitted {what}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
-    echo(f"status     {command('status')} {sweep_directory}")
+    echo(f"status     {command('status')} {shlex.quote(str(from_here(sweep_directory)))}")
     echo(f"cancel     scancel {' '.join(arrays)}")
     logs = Path(os.path.commonpath([job.log for job in jobs]))
-    echo(f"output     {sweep_directory / logs.relative_to(sweep_directory.absolute())}")
+    echo(f"output     {shlex.quote(str(from_here(logs)))}")
 
 
 def follow(sweep_directory: Path, shown: Collection[str] = ()) -> set[str]:
@@ -175,7 +177,8 @@ def follow(sweep_directory: Path, shown: Collection[str] = ()) -> set[str]:
                 break  # a run without a job makes no further progress
             time.sleep(min(LATER, max(FIRST, (time.monotonic() - started) / 30)))
     except BaseException as error:
-        hint = f"The jobs keep running. Look at them with: {command('status')} {sweep_directory}"
+        shown = shlex.quote(str(from_here(sweep_directory)))
+        hint = f"The jobs keep running. Look at them with: {command('status')} {shown}"
         if isinstance(error, OSError):
             problem = f"{error.filename or sweep_directory}: {error.strerror or error}; free some space, and look again"
             echo(f"{problem}\n{hint}", sys.stderr)

@@ -76,6 +76,7 @@ def test_identity_covers_images_and_split(monkeypatch):
 
 def test_wrong_model_options_name_the_right_ones():
     problems = problems_of(Digits, seed=0, classes=1000, image_size=224)
+    assert str(problems[0]).startswith("classes=1000: comes from the model, and must be 10, as in these images; try")
     assert [problem.remedy for problem in problems] == ["try model.classes=10", "try model.image_size=8"]
 
 

@@ -96,6 +96,13 @@ class TestLines:
         at_step(display, 11, 61.0)
         assert stream.getvalue().splitlines()[-1] == "gpt_tiny ddp  step 11/100  2,048 tokens/s  1:29 left"
 
+    def test_the_last_line_of_a_stopped_run_claims_no_time_left(self, stream, wall):
+        display = begun(stream, wall)
+        at_step(display, 1, 51.0)
+        at_step(display, 11, 61.0)
+        display.conclude(1024.0)
+        assert stream.getvalue().splitlines()[-1] == "gpt_tiny ddp  step 11/100  1,024 tokens/s  loss 2.5000"
+
     def test_of_several_devices_the_rate_of_each_is_shown(self, stream, wall):
         display = shown(stream, wall)
         display.devices = (8, "GPU")

@@ -238,5 +238,8 @@ class TestCheck:
         record = made({"workload": "check", "status": "failed", "error": error, "config": config})
         said = "check: failed on rank 0: Unsound: rank 1 is slow"
         assert table.render([record]) == said
-        lines = table.render([record | {"check": check("rank 1 is slow")}]).splitlines()
-        assert lines[-2:] == ["  - rank 1 is slow", said]
+        record |= {"check": check("rank 1 is slow")}
+        assert table.render([record]).splitlines()[-1] == "  - rank 1 is slow"  # the verdict, once
+        record |= {"error": error | {"type": "ArithmeticError", "message": "a wrong sum"}}
+        lines = table.render([record]).splitlines()
+        assert lines[-2:] == ["  - rank 1 is slow", "check: failed on rank 0: ArithmeticError: a wrong sum"]

@@ -257,6 +257,10 @@ class TestRefused:
     def test_directory_without_a_run_is_refused(self, tmp_path):
         assert "resume=nowhere: there is no run" in self.refused("resume=nowhere", cwd=tmp_path)
 
+    def test_a_run_that_is_given_as_a_sweep(self, ended, tmp_path):
+        told = "sweep.resume=run: is a run; try python train.py resume=run"
+        assert self.refused("sweep.resume=run", cwd=tmp_path) == told
+
     def test_another_model_with_the_difference(self, ended, tmp_path):
         rule = "a run begins with the weights of its model"
         said = self.refused("resume=run", "model.width=7", cwd=tmp_path)

@@ -14,6 +14,7 @@ from ptdbench.models.toy import Toy
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
 from ptdbench.setup import run_spec, training_spec
+from ptdbench.setup.runs import Shape
 from ptdbench.setup.training_spec import Flops
 from tests.conftest import read
 from tests.models.assembled import assembled
@@ -136,6 +137,10 @@ class TestRefused:
     def test_each_refusal_is_one_line(self, typed, rule):
         told = refused(*typed.split(), device="auto" if "virtual" in typed else "cpu")
         assert told == [Abridged(f"{typed.split()[-1]}: {rule}")]
+
+    def test_a_job_to_submit_has_no_virtual_gpus(self):
+        told = refused("virtual=h100", "cluster=slurm", device="auto", world=Shape(1, 2, 0, None).world)
+        assert told == [Abridged("cluster=slurm: virtual=h100 runs on this machine, …; omit cluster")]
 
     def test_gloo_is_accepted_for_layouts_that_it_can_send(self):
         for layout in (
@@ -266,6 +271,15 @@ class TestModelsOfTheUser:
     ])  # fmt: skip
     def test_unbuildable_model_is_refused(self, target, told):
         assert refused("model=custom", f"model._target_={target}", *VECTORS) == [Abridged(f"model{told}…")]
+
+    def test_options_that_refer_to_another_groups_name_it(self):
+        told = "model=(its options): refer to data.sequence_length, which is not among the options; try another data"
+        assert refused("model=hf_gpt2_tiny", "data=synthetic_images", "data.image_size=8", "data.classes=10") == [told]
+
+    def test_a_model_of_one_input_is_not_offered_several(self):
+        (told,) = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_features=3",
+                          "+model.out_features=4", *VECTORS)  # fmt: skip
+        assert told.endswith("; its forward takes input")
 
     @pytest.mark.parametrize("target", ["no_such_package.Net", "torch.nn.Linear"])
     def test_class_under_another_models_options_is_refused(self, target):

@@ -238,7 +238,7 @@ class TestSubmitted:
 
 class TestEndedByTheCluster:
     @pytest.mark.parametrize(("words", "expected"), [
-        ("TIMEOUT n1", "timeout"), ("DEADLINE", "timeout"), ("OUT_OF_MEMORY n1", "oom"), ("CANCELLED", "failed"),
+        ("TIMEOUT n1", "timeout"), ("DEADLINE", "timeout"), ("OUT_OF_MEMORY n1", "oom"), ("CANCELLED n1", "failed"),
         ("PREEMPTED n1", "preempted"), ("NODE_FAIL n1", "failed"), ("BOOT_FAIL n1", "failed"),
         ("FAILED n1", "failed"), ("FAILED (JobLaunchFailure)", "failed"),
         ("COMPLETED n1", "failed"),  # srun ended well, and yet the run said nothing
@@ -258,6 +258,13 @@ class TestEndedByTheCluster:
         assert error.message == f"{told}; its output is in {job.log}"
         assert seen.is_over
         assert store.load_record(sweep.path / job.directory) == run.record.written == sweep.results()[0]
+
+    def test_a_job_that_never_began_has_no_output(self, sweep):
+        sweep.submit(1)
+        sweep.says(_0="CANCELLED (Resources)")
+        (run,) = status.settle(sweep.path).runs
+        assert (run.record.status, run.record.error.type) == ("failed", "CANCELLED")
+        assert run.record.error.message == "SLURM ended job 7_0 before it began: CANCELLED"
 
     @pytest.mark.parametrize(("written", "expected"), [
         (

@@ -73,6 +73,7 @@ def test_a_failure_and_one_outside_of_the_ranks_which_names_no_rank(sweep):
     (None, "-", "-"),
     (PROGRESS, "3/60", "41,234"),
     (PROGRESS | {"unit": "samples"}, "3/60", "41,234 samples"),
+    (PROGRESS | {"unit": "samples", "per_second": 0.34}, "3/60", "0.340 samples"),
     (PROGRESS | {"per_second": None}, "3/60", "-"),
 ])  # fmt: skip
 def test_a_run_that_goes_on(sweep, progress, step, rate):
@@ -98,7 +99,7 @@ def test_runs_of_this_machine_have_no_job_and_what_their_records_know(sweep):
     sweep.end(2, workload="hello", model=None, parallel=None, steps=None, metrics=None, kind="virtual")
     rows = cells(sweep)
     assert [(row["job"], row["shape"], row["state"], row["tokens/s"]) for row in rows] == [
-        ("-", "2 nodes, 4 ranks", "ok", "322.1 samples"), ("-", "1 node, 2 ranks", "ok", "41,234"),
+        ("-", "2 nodes, 4 ranks", "ok", "322 samples"), ("-", "1 node, 2 ranks", "ok", "41,234"),
         ("-", "2 nodes, 4 ranks", "virtual ok", "-"), ("-", "-", "unfinished", "-"),
     ]  # fmt: skip
     assert (rows[2]["run"], watch.as_json(status.settle(sweep.path))["runs"][2]["kind"]) == ("hello", "virtual")
