@@ -283,10 +283,12 @@ class _Watch:
         compiled: Any = self._torch._C
         compiled._cuda_resetPeakMemoryStats = _told(compiled._cuda_resetPeakMemoryStats, lambda _: self._measure())
         compiled._cuda_attach_out_of_memory_observer(partial(_safely, self._out_of_memory))
-        allocated: Any = ctypes.CDLL(None).ptdbench_virtual_allocated
-        allocated.argtypes = [ctypes.c_void_p]
-        register_callback_for_memory_allocation(allocated)
-        compiled._activate_gpu_trace()
+        library = ctypes.CDLL(None)
+        library.ptdbench_virtual_follow_allocations.restype = ctypes.c_bool
+        if not library.ptdbench_virtual_follow_allocations():
+            library.ptdbench_virtual_allocated.argtypes = [ctypes.c_void_p]
+            register_callback_for_memory_allocation(library.ptdbench_virtual_allocated)
+            compiled._activate_gpu_trace()
 
     def _optimizer_stepped(self, optimizer: object) -> None:
         leader = self._leader() if isinstance(self._leader, weakref.ref) else None
