@@ -13,6 +13,7 @@ from msgspec import convert, structs
 
 from ptdbench.files import strict
 from ptdbench.launch import settings
+from ptdbench.measure.hardware import tf32_allowed
 from ptdbench.measure.memory import host_memory
 from ptdbench.parallel.dims import BatchPlan, Dims
 from ptdbench.parallel.footprint import StateBytes
@@ -322,7 +323,9 @@ class _Virtual:
         """Return a predicted step of a global batch with its throughput and MFU."""
         rate, tokens = batch / (step.step_seconds or math.inf), self._training.data.tokens_per_sample
         flops = Flops.of(self._training.model).per_sample
-        peak = self._gpu.peaks.get(arithmetic(self._spec.config.general.precision, "cuda"))
+        precision = self._spec.config.general.precision
+        with tf32_allowed(precision == "tf32"):  # as in ranks, of which this process is none
+            peak = self._gpu.peaks.get(arithmetic(precision, "cuda"))
         mfu = rate * flops / self._spec.world_size / peak if flops and peak else None
         tokens_per_second = rate * tokens if tokens else None
         return structs.replace(step, samples_per_second=rate, tokens_per_second=tokens_per_second, mfu=mfu)

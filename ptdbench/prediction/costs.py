@@ -35,7 +35,7 @@ SLOWDOWN = 0.19
 
 #: Families of costs: the parts of a step whose errors are independent, with one standard deviation of each as a share.
 #: Those of products and of memory are in the tables; that of fp8 is by how far the tables of :data:`_FP8` differ.
-FAMILIES = {"products": None, "fp8 products": 0.1, "attention": 0.1, "memory": None}
+FAMILIES = {"products": None, "fp8 products": 0.1, "attention": 0.1, "convolutions": 0.3, "memory": None}
 FAMILIES |= {"messages": 0.15, "bubble": 0.1, "host": 0.5}
 
 #: Shares of bandwidth that products and copies reach, and of a link that messages between two ranks reach.
@@ -146,6 +146,8 @@ class Costs:
             return "attention", self._attention(record, is_flash="flash" in name)
         share, _, family = memory_share(name)
         rate = self.measured.rate("memory", family, size) or share * self.device.bandwidth
+        if kind == "convolution" and record["dims"][0] > 0:
+            return "convolutions", KERNEL + max(self._convolution(record, name), size / rate)
         return "memory", KERNEL + size / rate
 
     def _product(self, record: Any) -> float:
@@ -158,6 +160,19 @@ class Costs:
         slower = _WIDE_RESULT if name in ("bf16", "fp16") and result == "float32" else 1.0
         moved = max(batch, 1) * ((m * k + k * n) * _BYTES.get(dtype, 2) + m * n * _BYTES.get(result, 2))
         return KERNEL + max(slower * flops / rate, moved / (_STREAMED * self.device.bandwidth))
+
+    def _convolution(self, record: Any, name: str) -> float:
+        """Return the seconds of a convolution's FLOPs, at the rate of the product that it amounts to: a guess."""
+        batch, inputs, height, width, outputs, of_group, *taps = (int(size) for size in record["dims"])
+        dtype = DTYPES[record["dtype"]]
+        weights = outputs * of_group * math.prod(taps)
+        results = int(record["bytes"]) // _BYTES.get(dtype, 2) - batch * inputs * height * width - weights
+        depth = weights // outputs
+        if "dgrad" in name:
+            depth = weights // inputs
+        elif "wgrad" in name:
+            depth = results // outputs
+        return 2.0 * results * weights / outputs / self._rate(_PEAKS.get(dtype, "fp32"), depth)
 
     def _rate(self, name: str, k: int) -> float:
         """Return the FLOP/s of products by the tables; those of fp8 are slower, and twice the depth slows them."""

@@ -21,8 +21,8 @@ Fields of a record:
 - ``grid``, ``block``: blocks in three dimensions, and threads of a block.
 - ``dims``: of a product, the sizes m, n, k and batch in cuBLAS's order of columns first, and cuBLASLt's epilogue; of an
   attention, batch, heads, queries, width of a head, keys, heads of keys, and products: 2 forward, 5 backward; of a
-  convolution, the sizes of its input and its weights; of a message, the communicator's ranks, this process's rank in
-  it, the root or peer, and the number of transfers that it carries out.
+  convolution, the sizes of its input and its weights, the last two of five multiplied; of a message, the communicator's
+  ranks, this process's rank in it, the root or peer, and the number of transfers that it carries out.
 - ``sequence``: the number of a collective in its communicator, or of a transfer among those between two ranks in one
   direction; from 0. Messages with the same ``object`` and ``sequence`` belong together.
 - ``operators``: operators and autograd nodes that torch has begun since the last record, in any thread, nested ones
@@ -107,7 +107,7 @@ class Log:
         records: Of dtype :data:`RECORD`.
         names: By their numbers in the records.
         facts: ``rank``, ``world_size``, ``pid``, ``torch``, ``device``; ``alone`` if its messages
-            reached nobody.
+            reached nobody; ``convolutions_in_tf32`` if those of fp32 are, as in :attr:`records`.
     """
 
     records: NDArray[Any]
@@ -154,6 +154,12 @@ def _read(path: Path) -> Log:
     if written[: len(_HEAD)] != _HEAD:
         raise Unreadable(f"{path}: no log of version {VERSION}")
     count = (len(written) - len(_HEAD)) // RECORD.itemsize
-    facts, *names = path.with_suffix(".names").read_text().splitlines()
+    first, *names = path.with_suffix(".names").read_text().splitlines()
+    facts = json.loads(first)
     records = np.frombuffer(written, RECORD, count, len(_HEAD))
-    return Log(records[records["name"] <= len(names)], ["", *names], json.loads(facts))
+    records = records[records["name"] <= len(names)]
+    if facts.get("convolutions_in_tf32"):  # cuDNN is not told
+        convolutions = [number for number, name in enumerate(names, 1) if "cudnn_convolution" in name]
+        of_fp32 = np.isin(records["name"], convolutions) & (records["dtype"] == DTYPES.index("float32"))
+        records["dtype"][of_fp32] = DTYPES.index("tf32")
+    return Log(records, ["", *names], facts)

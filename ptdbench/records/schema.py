@@ -281,8 +281,8 @@ class Predicted(Struct):
     tokens_per_second: Quantity | None = None  #: Throughput over all ranks; null if samples are not token sequences.
     samples_per_second: Quantity | None = None  #: Throughput over all ranks.
     mfu: Quantity | None = None  #: As in ``metrics.mfu``.
-    #: What takes most of the step: ``products``, ``fp8 products``, ``attention``, ``memory``, ``messages``, ``bubble``
-    #: or ``host``.
+    #: What takes most of the step: ``products``, ``fp8 products``, ``attention``, ``convolutions``, ``memory``,
+    #: ``messages``, ``bubble`` or ``host``.
     bound_by: str | None = None
     parts: dict[str, Amount] | None = None  #: Seconds of each of these on the busiest rank; they add up to the step.
     phases: dict[str, Amount] | None = None  #: Seconds of the phases of that rank's step, as of a measured one.

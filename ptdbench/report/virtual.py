@@ -174,7 +174,10 @@ def _of_models(records: Sequence[RunRecord]) -> Iterator[str]:
                 "real tokens are routed less evenly"
             )
         if any((record.virtual.kernels or {}).get("convolution", ())):
-            yield "convolutions have no workspaces here; on a GPU cuDNN allocates them, which takes more memory"
+            yield (
+                "convolutions have no workspaces here; on a GPU cuDNN allocates them, which takes more memory; their "
+                "predicted times are a guess"
+            )
 
 
 def explained(record: RunRecord, called: str, width: int) -> str:

@@ -115,11 +115,11 @@ static size_t received_bytes(ncclComm_t c, const struct call *call) {
 static void answer_alone(ncclComm_t c, const struct call *call, const char *from, char *to) {
     size_t each = call->count * size_of(call->type), copies = call->what == ALL_GATHER ? c->ranks : 1;
     if (to == from || !to) return;
-    if (each > COMPUTED || copies * each > MIB || !writable(to, copies * each))
-        zero(to, received_bytes(c, call));
-    else
-        for (size_t i = 0; i < copies; i++) memmove(to + i * each, from, each);
-    know(to, copies * each, known(from, each));
+    bool are_known = known(from, each);
+    bool here = moved(each, are_known) && copies * each <= MIB && writable(to, copies * each);
+    if (!here) zero(to, received_bytes(c, call));
+    for (size_t i = 0; here && i < copies; i++) memmove(to + i * each, from, each);
+    know(to, copies * each, here && are_known);
 }
 
 /* Runs one collective call. */
@@ -133,7 +133,6 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
     struct member *me = member(c, c->rank);
     struct slot *mine = &me->slots[parity];
     size_t bytes = sent_bytes(c, call);
-    bool computed = bytes <= COMPUTED;
     ncclResult_t error = ncclSuccess;
     unsigned round = 0;
     /* the slot is free once all ranks have read the call before the last */
@@ -143,7 +142,8 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
     mine->call = *call;
     mine->factor = call->op >= ncclNumOps ? c->factors[call->op - ncclNumOps] : 1;
     mine->known = known(from, bytes);
-    if (computed && (call->what != BROADCAST || c->rank == call->root)) memcpy(mine->data, from, bytes);
+    bool posts = call->what != BROADCAST || c->rank == call->root;
+    if (posts && moved(bytes, mine->known)) memcpy(mine->data, from, bytes);
     me->posted = number + 1;
     round = 0;
     for (int rank = 0; rank < c->ranks; rank++)
@@ -153,12 +153,12 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
     bool kept = call->what == BROADCAST && c->rank == call->root && from == to;
     bool wanted = to && !kept && (call->what != REDUCE || c->rank == call->root);
     if (!error && wanted) {
-        bool here = device_of(to) < 0 || writable(to, received_bytes(c, call));
-        if (computed && here)
+        bool all_known = are_known(c, parity, call), computed = moved(bytes, all_known);
+        if (computed && (device_of(to) < 0 || writable(to, received_bytes(c, call))))
             deliver(c, parity, call, to);
         else
             zero(to, received_bytes(c, call));
-        know(to, received_bytes(c, call), computed && are_known(c, parity, call));
+        know(to, received_bytes(c, call), computed && all_known);
     }
     me->done = number + 1;
     return error;
@@ -211,8 +211,8 @@ static __thread int broadcast_count;
 void answer_broadcasts(void) {
     for (struct broadcast *own = broadcasts; own < broadcasts + broadcast_count; own++)
         for (struct broadcast *b = broadcasts; own->own && b < broadcasts + broadcast_count; b++)
-            if (!b->own && b->comm == own->comm && b->bytes == own->bytes && b->bytes <= COMPUTED &&
-                writable(b->data, b->bytes))
+            if (!b->own && b->comm == own->comm && b->bytes == own->bytes &&
+                moved(b->bytes, known(own->data, own->bytes)) && writable(b->data, b->bytes))
                 memmove(b->data, own->data, b->bytes);
     broadcast_count = 0;
 }

@@ -52,11 +52,12 @@ def _forget_released() -> None:
     import torch
     from torch.cuda._gpu_trace import register_callback_for_memory_allocation
 
-    allocated: Any = ctypes.CDLL(None).ptdbench_virtual_allocated
-    allocated.argtypes = [ctypes.c_void_p]
-    register_callback_for_memory_allocation(allocated)
-    graph: Any = torch._C
-    graph._activate_gpu_trace()
+    library, trace = ctypes.CDLL(None), torch._C
+    library.ptdbench_virtual_follow_allocations.restype = ctypes.c_bool
+    if not library.ptdbench_virtual_follow_allocations():
+        library.ptdbench_virtual_allocated.argtypes = [ctypes.c_void_p]
+        register_callback_for_memory_allocation(library.ptdbench_virtual_allocated)
+        trace._activate_gpu_trace()  # type: ignore[attr-defined] # torch's stubs lack it
 
 
 def _run(name: str, kernel: Any, keys: Any, *arguments: Any, **options: Any) -> Any:

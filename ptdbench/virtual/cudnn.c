@@ -191,6 +191,7 @@ static void take_tensor(struct part *to, const struct part *tensor, int role) {
     }
     if (to->kernel) to->bytes += tensor_bytes(tensor), to->detail.dtype = to->detail.result = NUMBER_OF(tensor->dtype);
     for (int d = 0; of_input >= 0 && d < 4; d++) to->detail.dims[of_input + d] = tensor->dims[d];
+    if (of_input >= 0 && tensor->dimensions > 4) to->detail.dims[of_input + 3] *= tensor->dims[4];
 }
 
 /* Takes what a part computes; in a graph of products, the first is that of queries and keys. */

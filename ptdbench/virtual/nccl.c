@@ -1,6 +1,5 @@
 /* NCCL between ranks of one machine. Small data are exchanged through shared memory, with all types and reductions;
- * data larger than COMPUTED are not moved and arrive as zeros. Mismatched calls are errors on all ranks of the
- * communicator.
+ * larger data are not moved and arrive as zeros. Mismatched calls are errors on all ranks of the communicator.
  *
  * The host waits for the other ranks, where with NCCL a stream would wait: an order of calls that works only on an
  * asynchronous device hangs here. The shared memory has no name (memfd_create), so it is freed when the processes end,

@@ -7,8 +7,8 @@
 #include <nccl.h>
 #include <stdatomic.h>
 
-enum { COMPUTED = 65536, MESSAGE = 16384 }; /* maximum bytes exchanged in a collective and in a message */
-enum { RING = 64, MOST_FACTORS = 64 };      /* messages in flight, and user-defined operations */
+enum { COMPUTED = 65536, KNOWN = MIB }; /* maximum bytes exchanged, and if their values are known, such as objects */
+enum { RING = 64, MOST_FACTORS = 64 };  /* messages in flight, and user-defined operations */
 
 enum what { ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, SEND, RECEIVE, EXCHANGE };
 
@@ -23,7 +23,7 @@ struct slot {
     struct call call;
     bool known; /* the data's values */
     double factor;
-    char data[COMPUTED];
+    char data[KNOWN];
 };
 struct member {
     _Atomic uint64_t posted, done;
@@ -34,7 +34,7 @@ struct message {
     int type;
     size_t count;
     bool known;
-    char data[MESSAGE];
+    char data[KNOWN];
 };
 struct ring { /* from one rank to another */
     _Atomic uint64_t sent, received;
@@ -64,6 +64,9 @@ static inline struct ring *ring(ncclComm_t c, int from, int to) {
 static inline size_t shared_bytes(size_t ranks) {
     return sizeof(struct shared) + ranks * sizeof(struct member) + ranks * ranks * sizeof(struct ring);
 }
+
+/* Whether data are moved: otherwise they arrive as zeros. */
+static inline bool moved(size_t bytes, bool are_known) { return bytes <= (are_known ? KNOWN : COMPUTED); }
 
 /* nccl.c */
 ncclResult_t wait_once(ncclComm_t c, unsigned *round); /* one round of waiting for another process */

@@ -32,7 +32,7 @@ static ncclResult_t try_transfer(struct transfer *t) {
     t->done = true;
     if (sends) {
         m->type = t->type, m->count = t->count, m->known = known(t->data, bytes);
-        if (bytes <= MESSAGE) memcpy(m->data, t->data, bytes);
+        if (moved(bytes, m->known)) memcpy(m->data, t->data, bytes);
         r->sent++;
         return ncclSuccess;
     }
@@ -42,11 +42,11 @@ static ncclResult_t try_transfer(struct transfer *t) {
                 "virtual NCCL: calls do not match: rank %d of %d expects count %zu, type %d from rank %d, which sent "
                 "count %zu, type %d\n",
                 c->rank, c->ranks, t->count, t->type, t->peer, m->count, m->type);
-    else if (bytes <= MESSAGE && (device_of(t->data) < 0 || writable(t->data, bytes)))
+    else if (moved(bytes, m->known) && (device_of(t->data) < 0 || writable(t->data, bytes)))
         memcpy(t->data, m->data, bytes);
     else
         zero(t->data, bytes);
-    know(t->data, bytes, bytes <= MESSAGE && m->known);
+    know(t->data, bytes, moved(bytes, m->known) && m->known);
     r->received++;
     return same ? ncclSuccess : ncclInvalidUsage;
 }

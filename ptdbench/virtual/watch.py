@@ -140,7 +140,8 @@ class Log:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError("they end inside the backward pass")
         me, pid = identity(), os.getpid()
-        of_torch = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+        of_torch: dict[str, Any] = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+        of_torch["convolutions_in_tf32"] = torch.backends.cudnn.allow_tf32
         facts = {**me, "pid": pid, "alone": bool(os.environ.get(ALONE)), **of_torch}
         path = f"{self._folder}/{me['rank'] if me['rank'] >= 0 else pid}"
         Path(str(self._folder)).mkdir(parents=True, exist_ok=True)

@@ -109,6 +109,8 @@ def test_plan_equals_the_virtual_run_and_is_cached(environ, tmp_path):
         assert sum(parts.values()) == pytest.approx(step["step_seconds"], rel=1e-3)
     assert step["high"] / step["step_seconds"] == pytest.approx(step["step_seconds"] / step["low"]) == 1.25
     assert step["tokens_per_second"] == pytest.approx(256 * 32 / step["step_seconds"])
+    of_token = 6 * (12 * 2 * 64**2 + fits["config"]["model"]["vocabulary"] * 64) + 12 * 2 * 64 * 32
+    assert step["mfu"] == pytest.approx(step["tokens_per_second"] * of_token / 2 / 66.9e12)  # in fp32, not in TF32
     assert f"  {step['bound_by']}  " in done.stdout
 
     # A run of it takes what was planned. Its loss is computed in chunks, the smaller the less memory the GPU has.

@@ -244,6 +244,30 @@ def test_program_that_waits_for_a_value_ends_with_its_place(virtual, tmp_path):
     assert 'endless.py", line 9, in <module>' in done.stderr or 'endless.py", line 8, in <module>' in done.stderr
 
 
+CHECKPOINTED = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+layer = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)).cuda()
+inputs = torch.randn(8, 64, device="cuda", requires_grad=True)
+checkpoint(layer, inputs, use_reentrant=False).sum().backward()
+copied = torch.full((1,), 7.0).cuda()
+print(inputs.grad.shape, copied.item(), flush=True)
+place = copied.data_ptr()
+del copied
+fresh = torch.empty(1, device="cuda")
+print(fresh.data_ptr() == place, fresh.item())
+"""
+
+
+def test_memory_is_followed_while_an_exception_passes_through_torch(virtual, tmp_path):
+    """Recomputation stops early by an exception, on whose way torch releases tensors."""
+    (tmp_path / "checkpointed.py").write_text(CHECKPOINTED)
+    done = virtual("h100", "--", sys.executable, "checkpointed.py")
+    assert done.stdout.startswith("torch.Size([8, 64]) 7.0\nTrue 0.0\n"), done.stderr
+
+
 def test_program_without_gpu_keeps_its_status_and_output(virtual):
     done = virtual("h100", "--", "sh", "-c", "echo out; exit 7")
     assert (done.returncode, done.stdout) == (7, "out\n")

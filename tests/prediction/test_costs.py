@@ -51,6 +51,22 @@ def test_attention_reaches_a_share_by_its_length_pass_and_heads():
     assert seconds(causal, "pytorch_flash::flash_fwd_kernel") == pytest.approx(forward / 2 * 0.597 / 0.35)
 
 
+def test_convolutions_are_products_or_limited_by_their_bytes():
+    inputs, weights, results = 8 * 1024 * 32 * 32, 2048 * 512 * 3 * 3, 8 * 2048 * 16 * 16  # of stride 2, in two groups
+    fields = {"dims": (8, 1024, 32, 32, 2048, 512, 3, 3), "bytes": 2 * (inputs + weights + results)}
+    of = record(dtype="bfloat16", **fields)
+    for name, depth in (("forward", 512 * 9), ("dgrad", 1024 * 9), ("wgrad", 8 * 16 * 16)):
+        expected = 2 * results * 512 * 9 * (depth + 125) / depth / (0.71 * 989.4e12)
+        assert seconds(of, f"virtual_cudnn_convolution_{name}") == pytest.approx(expected)
+    assert H200.work(of[0], "virtual_cudnn_convolution_forward")[0] == "convolutions"
+    of_tf32 = record(dtype="tf32", **fields | {"bytes": 4 * (inputs + weights + results)})
+    assert seconds(of_tf32, "virtual_cudnn_convolution_forward") == pytest.approx(
+        2 * results * 512 * 9 * (512 * 9 + 125) / (512 * 9) / (0.71 * 494.7e12)
+    )
+    flat = record(dims=(8, 64, 32, 32, 64, 1, 3, 3), bytes=2 * (2 * 8 * 64 * 32 * 32 + 64 * 9), dtype="bfloat16")
+    assert seconds(flat, "virtual_cudnn_convolution_forward") == pytest.approx(flat["bytes"][0] / (0.5 * 4.8e12))
+
+
 def test_other_kernels_and_copies_reach_a_share_of_a_bandwidth():
     of = record(bytes=4800000000)
     assert seconds(of, "vectorized_elementwise_kernel") == pytest.approx(1e-3 / 0.87)

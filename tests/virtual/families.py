@@ -105,6 +105,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "attention": lambda: attend(q, k, k),
         "attention backward": backward_of(lambda q: attend(q, k, k), empty(2, 8, 256, 64)),
         "convolve": lambda: F.conv2d(empty(8, 64, 32, 32), empty(128, 64, 3, 3), padding=1),
+        "convolve volumes": lambda: F.conv3d(empty(2, 4, 6, 10, 12), empty(8, 4, 3, 3, 3), padding=1),
         "drop": lambda: F.dropout(x, 0.1),
     }
 

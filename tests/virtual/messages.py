@@ -119,6 +119,19 @@ def large(rank: Rank) -> bool:
     return ctypes.string_at(rank.receive, MIB) == bytes(MIB)
 
 
+def objects(rank: Rank) -> list[list[int]]:
+    """Which values a rank gets, by a collective and by a message, of those that programs copied to their GPUs."""
+    data, size = bytes([rank.rank + 1]) * MIB, c_size_t(MIB)
+    assert nccl.cudaMemcpy(c_void_p(rank.send), data, size, 1) == 0
+    assert rank.call("ncclAllGather", size, 1) == 0
+    results = [sorted({*ctypes.string_at(rank.receive, 2 * MIB)})]
+    nccl.ncclGroupStart()
+    nccl.ncclSend(c_void_p(rank.send), size, 1, 1 - rank.rank, rank.comm, c_void_p(0))
+    nccl.ncclRecv(c_void_p(rank.receive), size, 1, 1 - rank.rank, rank.comm, c_void_p(0))
+    assert nccl.ncclGroupEnd() == 0
+    return [*results, sorted({*ctypes.string_at(rank.receive, MIB)})]
+
+
 def split(rank: Rank) -> list[float]:
     """A sum over a communicator made of this one, its ranks in reverse."""
     part, place = c_void_p(), c_int()
@@ -145,7 +158,7 @@ def main() -> None:
     else:
         of = Id.from_buffer_copy(os.read(reading, 128))
     rank = Rank(0 if child else 1, of)
-    questions = (reductions, formats, collectives, multiplied, transfers, large, split, mismatch)
+    questions = (reductions, formats, collectives, multiplied, transfers, large, objects, split, mismatch)
     answers = {question.__name__: question(rank) for question in questions}
     nccl.ncclCommDestroy(rank.comm)
     if child:

@@ -50,6 +50,7 @@ BYTES = {
     "attention": [2 * 2 * (2 * 8 + 2 * 2) * 256 * 64 + 4 * 2 * 8 * 256],
     "attention backward": [2 * 2 * 2 * (2 * 8 + 2 * 2) * 256 * 64 + 4 * 2 * 8 * 256],
     "convolve": [2 * (8 * 64 * 32**2 + 128 * 64 * 3**2 + 8 * 128 * 32**2)],
+    "convolve volumes": [2 * (2 * 4 * 6 * 10 * 12 + 8 * 4 * 3**3 + 2 * 8 * 6 * 10 * 12)],
     "drop": [2 * 2 * N + N],
 }
 
@@ -70,6 +71,7 @@ def test_bytes_of_a_call(answers, call):
 
 def test_shapes_of_products_attentions_and_convolutions(answers):
     assert answers["calls"]["convolve"][0][2] == [8, 64, 32, 32, 128, 64, 3, 3]
+    assert answers["calls"]["convolve volumes"][0][2] == [2, 4, 6, 10 * 12, 8, 4, 3, 3 * 3]
     assert answers["calls"]["product"][0][2:] == [[300, 64, 512, 1, 0, 0, 0, 0], 0]
     for call, products in (("attention", 2), ("attention backward", 5)):
         ((_, flags, dims, _),) = answers["calls"][call]

@@ -29,6 +29,7 @@ def answers(start: Start) -> dict[str, Any]:
     ("multiplied", [0.5 * 2 + 0.5 * 6]),
     ("transfers", [5]),  # more messages in a group than are kept under way
     ("large", True),  # it arrives as zeros
+    ("objects", [[1, 2], [1]]),
     ("split", [0, 3]),  # in the order of keys
 ])  # fmt: skip
 def test_collectives_give_each_rank_its_result(answers, question, expected):
