@@ -1,4 +1,4 @@
-/* CUPTI, as far as torch's profiler uses it: records of each call that launches work or waits, of the work on the
+/* CUPTI, as far as torch's profiler uses it: records of each call that launches work, of the work on the
  * device, and of the torch operation that made the call. Records of one piece of work share a correlation id.
  */
 #include "virtual.h"
@@ -156,14 +156,6 @@ void record_work(const struct work *work, cudaStream_t stream) {
     pthread_mutex_unlock(&lock);
 }
 
-void record_call(int callback_id, double began) {
-    if (!enabled[CUPTI_ACTIVITY_KIND_RUNTIME]) return;
-    pthread_mutex_lock(&lock);
-    uint64_t end = torch_now(), begin = end - (now() - began) * ticks();
-    if (make_room()) write_call(++last_id, callback_id, begin, end);
-    pthread_mutex_unlock(&lock);
-}
-
 /* ---- calls of torch ---- */
 
 API CUptiResult cuptiActivityRegisterCallbacks(CUpti_BuffersCallbackRequestFunc requested,
@@ -220,10 +212,7 @@ API CUptiResult cuptiGetCallbackName(CUpti_CallbackDomain domain, uint32_t id, c
         const char *name;
     } names[] = {{LAUNCH_KERNEL, "cudaLaunchKernel_v7000"},
                  {MEMCPY_ASYNC, "cudaMemcpyAsync_v3020"},
-                 {MEMSET_ASYNC, "cudaMemsetAsync_v3020"},
-                 {STREAM_SYNCHRONIZE, "cudaStreamSynchronize_v3020"},
-                 {EVENT_SYNCHRONIZE, "cudaEventSynchronize_v3020"},
-                 {DEVICE_SYNCHRONIZE, "cudaDeviceSynchronize_v3020"}};
+                 {MEMSET_ASYNC, "cudaMemsetAsync_v3020"}};
     *name = "cudaOther";
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (names[i].id == id) *name = names[i].name;

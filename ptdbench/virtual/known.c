@@ -1,13 +1,12 @@
 /* Which values on devices are known: those that were copied there, received, or computed from known ones. All others
  * are what memory held before, and nothing may be decided by them.
  *
- * Known ranges are kept by where they start. A range is forgotten when its memory is released, and, in a process that
- * watch.py watches, when torch allocates its first bytes anew. */
+ * Known ranges are kept by where they start. A range is forgotten when its memory is released, and when torch allocates or
+ * releases a block that begins there. */
 #include "virtual.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
-#include <stdatomic.h>
 
 struct span {
     const char *start, *end;
@@ -71,33 +70,21 @@ API void ptdbench_virtual_allocated(char *address) {
     if (backed_at(address)) memset(address, 0, SMALLEST);
 }
 
-/* torch tells of each allocation by a virtual function of C++, which its sanitizer has call Python. This would lose a
- * Python exception that passes through torch meanwhile, such as the one by which recomputation stops early, so these
- * functions take its place. The first of them that is called with an address on a device is the one for allocations. */
-static void told(int function, char *address) {
-    static atomic_int allocation = -1;
-    int none = -1;
-    if (device_of(address) < 0) return;
-    atomic_compare_exchange_strong(&allocation, &none, function);
-    if (function == allocation) ptdbench_virtual_allocated(address);
+/* torch tells of its allocations and releases by virtual functions of C++, which its sanitizer has call Python. This
+ * would lose a Python exception that passes through torch meanwhile, such as the one by which recomputation stops early,
+ * so this function takes the place of all of them. What has an address on a device is a block. */
+static void told(void *interpreter, int type, char *address) {
+    if (device_of(address) >= 0) ptdbench_virtual_allocated(address);
 }
-#define EIGHT(F, n) F(n##0) F(n##1) F(n##2) F(n##3) F(n##4) F(n##5) F(n##6) F(n##7)
-#define FUNCTIONS(F) /* octal numbers: 128, of which torch 2.14 has 44 */ \
-    EIGHT(F, 00) EIGHT(F, 01) EIGHT(F, 02) EIGHT(F, 03) EIGHT(F, 04) EIGHT(F, 05) EIGHT(F, 06) EIGHT(F, 07) \
-    EIGHT(F, 010) EIGHT(F, 011) EIGHT(F, 012) EIGHT(F, 013) EIGHT(F, 014) EIGHT(F, 015) EIGHT(F, 016) EIGHT(F, 017)
-#define DEFINE(n) \
-    static void told##n(void *interpreter, int type, char *address) { told(n, address); }
-#define NAME(n) told##n,
-FUNCTIONS(DEFINE)
 
 /* For computed.py: follow torch's allocations; false if this torch cannot, or its sanitizer runs. */
 API bool ptdbench_virtual_follow_allocations(void) {
-    static void *const functions[] = {FUNCTIONS(NAME)};
-    static void *const *const object = functions, *const *const *const interpreter = &object;
+    static void *functions[128] /* torch 2.14 has 44 */, *object = functions, *interpreter = &object;
     void *torch = dlopen("libc10.so", RTLD_NOW | RTLD_NOLOAD);
     bool *active = torch ? dlsym(torch, "_ZN3c104impl8GPUTrace9haveStateE") : NULL;
     const void **state = torch ? dlsym(torch, "_ZN3c104impl8GPUTrace13gpuTraceStateE") : NULL;
     if (!active || !state || *active) return false;
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) functions[i] = told;
     *state = &interpreter;
     return *active = true;
 }

@@ -119,20 +119,14 @@ API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 API cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
 
 /* The host waits for a stream, an event or the device: nothing is left to wait for. */
-static cudaError_t await(char kind, unsigned stream, uint64_t event, int callback_id) {
-    double began = now();
+static cudaError_t await(char kind, unsigned stream, uint64_t event) {
     cudaError_t error = ready();
-    if (error) return error;
-    log_call(kind, stream, event);
-    record_call(callback_id, began);
-    return cudaSuccess;
+    if (!error) log_call(kind, stream, event);
+    return error;
 }
 
-API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    return await('Y', stream_id(stream), 0, STREAM_SYNCHRONIZE);
-}
-
-API cudaError_t cudaDeviceSynchronize(void) { return await('D', 0, 0, DEVICE_SYNCHRONIZE); }
+API cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return await('Y', stream_id(stream), 0); }
+API cudaError_t cudaDeviceSynchronize(void) { return await('D', 0, 0); }
 
 /* Host functions run when they are enqueued: earlier work has already taken effect. */
 API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
@@ -176,7 +170,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsi
 
 API cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaSuccess; }
 
-API cudaError_t cudaEventSynchronize(cudaEvent_t event) { return await('Z', 0, event->id, EVENT_SYNCHRONIZE); }
+API cudaError_t cudaEventSynchronize(cudaEvent_t event) { return await('Z', 0, event->id); }
 
 /* A tick is 0.1 ms: where Inductor times its choices, the first of those with the fewest launches wins, anywhere. */
 API cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {

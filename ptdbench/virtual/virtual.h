@@ -148,14 +148,6 @@ void count_copy(bool to_device, size_t bytes); /* between the host and a device 
 
 /* cupti.c: records for torch's profiler. */
 void record_work(const struct work *work, cudaStream_t stream);
-void record_call(int callback_id, double began);
-enum { /* callback ids from cupti_runtime_cbid.h */
-    MEMCPY_ASYNC = 41,
-    MEMSET_ASYNC = 51,
-    STREAM_SYNCHRONIZE = 131,
-    EVENT_SYNCHRONIZE = 137,
-    DEVICE_SYNCHRONIZE = 165,
-    LAUNCH_KERNEL = 211
-};
+enum { MEMCPY_ASYNC = 41, MEMSET_ASYNC = 51, LAUNCH_KERNEL = 211 }; /* callback ids from cupti_runtime_cbid.h */
 
 #endif
