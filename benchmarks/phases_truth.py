@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from msgspec import to_builtins
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from benchmarks.cells import Matrix, refusal
 from benchmarks.rank import on_ranks

@@ -258,7 +258,7 @@ class _Board:
     def __init__(self, world: World, store: dist.Store, patience: float) -> None:
         self._world = world
         # A separate connection: the main thread may be holding the run's while it waits for a peer.
-        self._store = store.clone()
+        self._store = store.clone()  # type: ignore[attr-defined]  # torch 2.11 does not declare it
         self._store.set_timeout(timedelta(seconds=patience))
         self._thread = threading.Thread(target=self._exchange, daemon=True, name="watchdog's board")
         self._wake = threading.Event()

@@ -55,18 +55,17 @@ class LoneStage(_InferringStage):
 
     #: What the previous stage would send for a micro-batch, on the meta device; ``None`` for the first stage.
     arriving: tuple[Tensor, ...] | None = None
+    _stage_meta: Any  # torch's, since 2.14
 
     def _recv_meta(self, src_stage: int) -> Any:
         """Return the shapes that the neighbor would send, as torch 2.14 requests them."""
         from torch.distributed.pipelining import _utils
 
+        utils: Any = _utils  # none of these are in torch 2.11
         if src_stage > self.stage_index:  # the gradients of what this stage sends
-            assert self._stage_meta.outputs is not None
-            return _utils._StageBackwardMeta(_utils._derive_grad_metas(self._stage_meta.outputs))
+            return utils._StageBackwardMeta(utils._derive_grad_metas(self._stage_meta.outputs))
         assert self.arriving is not None
-        metas = _utils.extract_tensor_metas(self.arriving)
-        assert metas is not None
-        return _utils._StageForwardMeta(metas)
+        return utils._StageForwardMeta(utils.extract_tensor_metas(self.arriving))
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         """Send nothing: the neighbor is absent."""
@@ -149,7 +148,7 @@ def open_links(group: dist.ProcessGroup, device: torch.device) -> None:
     if option := next((name for name in _OPTIONS if hasattr(config, name)), None):
         setattr(config, option, True)
     if option == _OPTIONS[1] and not collect.all_ranks_present():
-        from torch.distributed.pipelining.stage import _PP_DIRECTION_GROUP_CACHE
+        from torch.distributed.pipelining.stage import _PP_DIRECTION_GROUP_CACHE  # type: ignore[attr-defined]
 
         # torch would split the group, which needs all of its ranks.
         ranks = dist.get_process_group_ranks(group)

@@ -45,7 +45,11 @@ class Error(Struct):
 
 
 #: A field for each degree of parallelism, described in the table of degrees.
-OfDegrees = msgspec.defstruct("OfDegrees", [(name, Degree | None, None) for name in Dims.rows()], module=__name__)
+OfDegrees = msgspec.defstruct(
+    "OfDegrees",
+    [(name, Degree | None, None) for name in Dims.rows()],  # type: ignore[misc]  # msgspec 0.21.0 declares classes only
+    module=__name__,
+)
 
 
 class Layout(OfDegrees):  # type: ignore[valid-type, misc]

@@ -15,6 +15,7 @@ from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.options import Setting
+from ptdbench.parallel.replicas import _OWN_BUFFERS
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from tests.parallel.ranks import mesh_of, on_ranks, pretended
@@ -136,7 +137,7 @@ def buffers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str
     rank = dist.get_rank()
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     module.register_buffer("scratch", torch.zeros(2), persistent=False)
-    replica = DistributedDataParallel(module, broadcast_buffers=False)
+    replica = DistributedDataParallel(module, **_OWN_BUFFERS)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     replica(torch.full((2, 4), float(rank)) + torch.arange(8).reshape(2, 4)).sum().backward()
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}

@@ -49,14 +49,14 @@ def allocator() -> dict[str, int]:
 
 
 def expandable() -> dict[str, Any]:
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     start = torch.cuda.mem_get_info()[0]
     held = [torch.empty(30 * MIB, dtype=torch.uint8, device="cuda") for _ in range(3)]
     expandable = [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]
     sizes = {"segments": sum(expandable), "taken": start - torch.cuda.mem_get_info()[0], "over": bool(out_of_memory())}
     del held
     torch.cuda.empty_cache()
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     return {**sizes, "left": start - torch.cuda.mem_get_info()[0]}
 
 
