@@ -31,6 +31,9 @@ SERIES = {
     "slowest_seconds": "slowest_seconds",
 }
 
+#: Steps that a damaged file may have lost, which become NaN; if more are missing, the record itself must be wrong.
+MOST_LOST = 10_000_000
+
 
 class Run(Mapping[str, Any]):
     """A run's record: a mapping of its fields, which ``docs/record.md`` describes, and its series."""
@@ -73,6 +76,7 @@ class Run(Mapping[str, Any]):
         Raises:
             KeyError: There is no series of that name.
             FileNotFoundError: The run has done steps, but the file of its series is missing.
+            ptdbench.records.store.Damaged: The file lacks more steps than it can have lost.
         """
         if name not in SERIES:
             raise KeyError(f"there is no series {name!r}: try {', '.join(SERIES)}")
@@ -81,6 +85,8 @@ class Run(Mapping[str, Any]):
             raise FileNotFoundError(f"{path} is missing: it holds the series of the run, and belongs to its record")
         values = series.column(series.blocks(path), SERIES[name])
         missing = max(steps - len(values), 0)  # the file was damaged
+        if missing > MOST_LOST:
+            raise store.Damaged(f"{path} is damaged: it holds {len(values):,} of the {steps:,} steps on record")
         return np.pad(values, ((0, missing), *[(0, 0)] * (values.ndim - 1)), constant_values=np.nan)
 
 

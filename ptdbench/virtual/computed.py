@@ -43,21 +43,8 @@ def attach() -> Any:
         for name in ("topk", *_COMPUTED, *_WRITERS):
             kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
             library.impl(name, partial(_run, name, kernel), "CUDA", with_keyset=True)
-    torch.cuda._lazy_call(_forget_released)
+    torch.cuda._lazy_call(ctypes.CDLL(None).ptdbench_virtual_follow_blocks)  # memory used anew has no known values
     return library
-
-
-def _forget_released() -> None:
-    """Have the library forget the values in memory that torch allocates anew."""
-    import torch
-    from torch.cuda._gpu_trace import register_callback_for_memory_allocation
-
-    library, trace = ctypes.CDLL(None), torch._C
-    library.ptdbench_virtual_follow_allocations.restype = ctypes.c_bool
-    if not library.ptdbench_virtual_follow_allocations():
-        library.ptdbench_virtual_allocated.argtypes = [ctypes.c_void_p]
-        register_callback_for_memory_allocation(library.ptdbench_virtual_allocated)
-        trace._activate_gpu_trace()  # type: ignore[attr-defined] # torch's stubs lack it
 
 
 def _run(name: str, kernel: Any, keys: Any, *arguments: Any, **options: Any) -> Any:

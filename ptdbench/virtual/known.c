@@ -64,7 +64,7 @@ bool known(const void *address, size_t bytes) {
 }
 
 /* What torch allocates anew has no values; a scalar, which a program may read, is 0. */
-API void ptdbench_virtual_allocated(char *address) {
+static void begin_block(char *address) {
     enum { SMALLEST = 512 }; /* bytes of torch's blocks */
     know(address, SMALLEST, false);
     if (backed_at(address)) memset(address, 0, SMALLEST);
@@ -74,19 +74,19 @@ API void ptdbench_virtual_allocated(char *address) {
  * would lose a Python exception that passes through torch meanwhile, such as the one by which recomputation stops early,
  * so this function takes the place of all of them. What has an address on a device is a block. */
 static void told(void *interpreter, int type, char *address) {
-    if (device_of(address) >= 0) ptdbench_virtual_allocated(address);
+    if (device_of(address) >= 0) begin_block(address);
 }
 
-/* For computed.py: follow torch's allocations; false if this torch cannot, or its sanitizer runs. */
-API bool ptdbench_virtual_follow_allocations(void) {
+/* For computed.py: follow torch's blocks, unless this torch cannot, or its sanitizer runs. */
+API void ptdbench_virtual_follow_blocks(void) {
     static void *functions[128] /* torch 2.14 has 44 */, *object = functions, *interpreter = &object;
     void *torch = dlopen("libc10.so", RTLD_NOW | RTLD_NOLOAD);
     bool *active = torch ? dlsym(torch, "_ZN3c104impl8GPUTrace9haveStateE") : NULL;
     const void **state = torch ? dlsym(torch, "_ZN3c104impl8GPUTrace13gpuTraceStateE") : NULL;
-    if (!active || !state || *active) return false;
+    if (!active || !state || *active) return;
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) functions[i] = told;
     *state = &interpreter;
-    return *active = true;
+    *active = true;
 }
 
 /* For computed.py: whether values are known; makes them so before they are written, false if they cannot be. */

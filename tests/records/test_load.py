@@ -52,6 +52,14 @@ def test_a_run_that_goes_on_has_the_steps_that_are_on_the_disk(tmp_path):
 def test_steps_that_a_damaged_file_has_lost_are_nan_and_a_missing_file_is_an_error(tmp_path):
     run = ptdbench.load(made(tmp_path / "run"))
     path = tmp_path / "run" / series.NAME
+    store.write_record(tmp_path / "run", dict(run) | {"steps": 3_000_000_000})
+    with pytest.raises(store.Damaged, match=r"series\.npy is damaged: it holds 3 of the 3,000,000,000 steps on record"):
+        ptdbench.load(tmp_path / "run").series("losses")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert np.isnan(run.series("losses")).tolist() == [True] * 3
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"series\.npy is missing: it holds the series of the run"):
+        run.series("losses")
     path.write_bytes(path.read_bytes()[:-1])
     assert np.isnan(run.series("losses")).tolist() == [True] * 3
     path.unlink()
