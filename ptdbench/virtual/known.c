@@ -73,7 +73,7 @@ static void begin_block(char *address) {
 /* torch tells of its allocations and releases by virtual functions of C++, which its sanitizer has call Python. This
  * would lose a Python exception that passes through torch meanwhile, such as the one by which recomputation stops early,
  * so this function takes the place of all of them. What has an address on a device is a block. */
-static void told(void *interpreter, int type, char *address) {
+static void follow(void *interpreter, int type, char *address) {
     if (device_of(address) >= 0) begin_block(address);
 }
 
@@ -84,7 +84,7 @@ API void ptdbench_virtual_follow_blocks(void) {
     bool *active = torch ? dlsym(torch, "_ZN3c104impl8GPUTrace9haveStateE") : NULL;
     const void **state = torch ? dlsym(torch, "_ZN3c104impl8GPUTrace13gpuTraceStateE") : NULL;
     if (!active || !state || *active) return;
-    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) functions[i] = told;
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) functions[i] = follow;
     *state = &interpreter;
     *active = true;
 }

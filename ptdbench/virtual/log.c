@@ -102,7 +102,7 @@ void log_call(char kind, unsigned stream, uint64_t object) {
     if (file) write_record((struct record){.kind = kind, .stream = stream, .object = object}, NULL);
 }
 
-static __thread bool excluded; /* whether this thread computes in place of a device */
+static __thread int excluded; /* in how many calls this thread computes in place of a device */
 
 void count_operator(void) {
     if (file && !excluded) __atomic_fetch_add(&operators, 1, __ATOMIC_RELAXED);
@@ -135,7 +135,7 @@ API int ptdbench_virtual_log(const char *path, const char *facts) {
     return is;
 }
 
-API void ptdbench_virtual_exclude(bool is) { excluded = is; }
+API void ptdbench_virtual_exclude(bool is) { excluded += is ? 1 : -1; }
 
 API void ptdbench_virtual_mark(const char *text) {
     if (file) write_record((struct record){.kind = 'M'}, kept(text));

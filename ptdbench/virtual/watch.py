@@ -140,9 +140,10 @@ class Log:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError("they end inside the backward pass")
         me, pid = identity(), os.getpid()
-        of_torch: dict[str, Any] = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
-        of_torch["convolutions_in_tf32"] = torch.backends.cudnn.allow_tf32
-        facts = {**me, "pid": pid, "alone": bool(os.environ.get(ALONE)), **of_torch}
+        cudnn: Any = torch.backends.cudnn
+        in_tf32 = cudnn.conv.fp32_precision == "tf32"  # after a program has set it, reading allow_tf32 raises
+        of_torch = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+        facts = {**me, "pid": pid, "alone": bool(os.environ.get(ALONE)), "convolutions_in_tf32": in_tf32, **of_torch}
         path = f"{self._folder}/{me['rank'] if me['rank'] >= 0 else pid}"
         Path(str(self._folder)).mkdir(parents=True, exist_ok=True)
         if not ctypes.CDLL(None).ptdbench_virtual_log(path.encode(), json.dumps(facts).encode()):
