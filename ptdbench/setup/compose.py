@@ -226,9 +226,11 @@ def _runs(
     if not searches:
         require(*_swept(swept, is_sweep))
     runs = [(job, composed(job)) for job in (_possible if searches else _jobs)(swept)]
-    wholes = [*([once] if searches else []), *(whole for _, whole in runs)]
-    sweeps = [_of_sweep(whole, searches) for whole in wholes]
+    sweeps = [_of_sweep(whole, searches) for whole in [once] * searches + [whole for _, whole in runs]]
     require(next(differing(sweeps, "a sweep has one", "start one sweep for each"), None))
+    late = [line for line in _lists(runs[-1][1]) if line not in _lists(once)]
+    rule = "has no effect in a file that hydra.sweeper.params chooses itself"
+    require(*(Problem("hydra.sweeper.params", line, rule, "write it beside that choice") for line in late))
     return runs
 
 
@@ -396,7 +398,7 @@ def _problem(config_name: str, override: Override, word: str, sound: Sequence[st
     """Explain why Hydra refuses one ``word`` of an override, given the ``sound`` ones of the command line."""
     name, typed, value = override.key_or_group, _typed_value(override), word.partition("=")[2]
     choices = _choices(name) if _is_group(name) else []
-    choices = [choice for choice in choices if f"{name}={choice}" != "hydra/launcher=ptdbench"]  # it cannot be typed
+    choices = [choice for choice in choices if choice not in ("ptdbench", "submitit_local")]  # launchers of no cluster
     if misplaced := _MISPLACED.match(str(refused)):
         return _of_no_package(misplaced[1], misplaced[2])
     if choices and value not in choices and not (override.package or override.is_delete()):

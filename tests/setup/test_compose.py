@@ -128,8 +128,8 @@ TOLD = {
     ),
     "cluster.partition=gpu": "cluster.partition=gpu: there is no such option; try cluster=slurm, cluster=site_gpu, …",
     "workload.ops=all_reduce": "workload.ops=all_reduce: there is no such option; try workload=collectives",
-    "hydra/launcher=submitit": "hydra/launcher=submitit: there is no such choice; try submitit_slurm, submitit_local",
-    "hydra/launcher=foo": "hydra/launcher=foo: there is no such choice; try basic, submitit_local, submitit_slurm",
+    "hydra/launcher=submitit": "hydra/launcher=submitit: there is no such choice; try submitit_slurm",
+    "hydra/launcher=foo": "hydra/launcher=foo: there is no such choice; try basic, submitit_slurm",
     "model=toy,gpt_tiny": "model=toy,gpt_tiny: is a list of values, each a run of its own; add -m to sweep",
     **dict.fromkeys(
         ("parallel=[ddp,pdp]", "-m parallel=[ddp,pdp]"),
@@ -304,6 +304,13 @@ class TestExperiments:
         assert runs("experiment=e1", "optimizer.lr=0.5") == [["model=toy", "experiment=e1", "optimizer.lr=0.5"]]
         both = [[words[0], *words[1:], seed] for words in own for seed in ("seed=1", "seed=2")]
         assert runs("experiment=e1", "seed=1,2") == both
+
+    def test_a_choice_among_their_lists_has_none(self, runs, tmp_path):
+        (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nhydra: {sweeper: {params: {experiment: e1}}}")
+        with pytest.raises(ConfigError) as error:
+            compose_all(["model=toy"], True, Source(CONF, "mine", str(tmp_path)))
+        told = "hydra.sweeper.params=optimizer.lr=0.1,0.2: has no effect in a file that hydra.sweeper.params chooses …"
+        assert str(error.value) == Abridged(told)
 
     @pytest.mark.parametrize(("words", "told"), [
         ("experiment=e1,e2", "hydra.sweeper.params.optimizer.lr=0.1,0.2,0.01,0.02,0.03: a sweep has one"),
