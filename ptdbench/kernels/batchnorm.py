@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
+from torch.distributed.nn.functional import _AllReduce  # all_reduce itself is deprecated, and refuses torch.compile
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -40,10 +40,10 @@ def over_ranks(
     across = [dim for dim in range(input.dim()) if dim != 1]
     count = input.numel() // input.size(1) * dist.get_world_size(group)
     # Two passes: a variance as E[x²] - E[x]² cancels catastrophically where the mean is large.
-    mean = all_reduce(input.sum(across), group=group) / count
+    mean = _AllReduce.apply(dist.ReduceOp.SUM, group, input.sum(across)) / count
     shape = [1, -1] + [1] * (input.dim() - 2)
     centered = input - mean.view(shape)
-    variance = all_reduce(centered.square().sum(across), group=group) / count
+    variance = _AllReduce.apply(dist.ReduceOp.SUM, group, centered.square().sum(across)) / count
     if running_mean is not None and running_var is not None:
         running_mean.lerp_(mean.detach(), momentum)
         running_var.lerp_(variance.detach() * count / (count - 1), momentum)

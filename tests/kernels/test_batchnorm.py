@@ -1,6 +1,7 @@
 """Batch normalization over two ranks is that of one process over the joined batch."""
 
-from functools import cache
+import warnings
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptdbench.kernels.batchnorm import synchronize_batchnorm
+from ptdbench.kernels.batchnorm import over_ranks, synchronize_batchnorm
 from tests.parallel.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -71,12 +72,31 @@ def trained(norm: nn.BatchNorm2d, rows: slice) -> dict[str, Any]:
 
 
 def in_rank() -> dict[Any, Any]:
-    rank, seen = dist.get_rank(), {"narrow": narrow_input()}
+    rank, seen = dist.get_rank(), {"narrow": narrow_input(), "compiled": compiled()}
     for name, options in LAYERS.items():
         model = nn.Sequential(layer(options))
         synchronize_batchnorm(model, dist.group.WORLD, torch.device("cpu"))
         seen[name] = trained(model[0], slice(2 * rank, 2 * rank + 2))
     return seen
+
+
+def compiled() -> tuple[Tensor, Tensor]:
+    """The gradient of an input with and without ``torch.compile``, which makes one graph; a warning is an error."""
+    inputs, weights = batches()[dist.get_rank()]
+    normalize = partial(over_ranks, dist.group.WORLD, running_mean=None, running_var=None, training=True)
+    gradients = []
+    for function in (normalize, torch.compile(normalize, fullgraph=True, backend="aot_eager")):
+        leaf = inputs.clone().requires_grad_()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "torch.distributed")
+            (function(leaf) * weights).sum().backward()
+        gradients.append(leaf.grad)
+    return gradients[0], gradients[1]
+
+
+def test_compiled_as_one_graph():
+    for of_rank in of_ranks():
+        torch.testing.assert_close(*of_rank["compiled"], rtol=1e-4, atol=1e-4)
 
 
 def test_on_gpus_the_layer_is_torchs(monkeypatch):
