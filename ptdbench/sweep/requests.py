@@ -175,14 +175,15 @@ def write_script(overrides: Sequence[str], source: Source | None = None) -> tupl
     partitions: Sequence[Partition] = []
     with suppress(SlurmError):
         partitions = slurm.partitions() if slurm.available() else []
-    shapes = {shape_of(read, partitions) for read in composed.configs}
+    jobs = zip(composed.configs, composed.overrides, strict=True)
+    shapes = {shape_of(read, partitions): commandline.values(words) for read, words in jobs}
     rule, remedy = "one script is one job, and has one", f"write one for each, or {command()} cluster=slurm"
     clusters = [dict(leaves(read.resolved["cluster"], "cluster.")) for read in composed.configs]
     require(*differing(clusters, f"{rule} value", remedy))
     if len(shapes) != 1:
         rule = f"{rule} number of nodes and ranks, and these runs have several: {', '.join(sorted(map(str, shapes)))}"
-        require(*differing([commandline.values(words) for words in composed.overrides], rule, remedy))
-    shape = shapes.pop()
+        require(*differing([*shapes.values()], rule, remedy))
+    (shape,) = shapes
     # Also for a list or a glob with a single value: the overrides of its run are not the ones that were typed.
     sweep = ["-m"] if len(composed.configs) > 1 or {*composed.overrides[0]} - {*composed.typed} else []
     name = "sweep" if sweep else store.file_name(first.label)

@@ -102,7 +102,8 @@ def test_a_typed_cluster_replaces_what_only_some_files_choose(tmp_path):
 @pytest.mark.parametrize(("overrides", "line"), [
     (["cluster.nodes=1,2"], "cluster.nodes=1,2: one script is one job, and has one value; "
      "write one for each, or python train.py cluster=slurm"),
-    (["parallel=single,ddp"], "parallel=single,ddp: one script is one job, …: 1 node x 1 rank, 1 node x 2 ranks; …"),
+    (["seed=1,2", "parallel=single,ddp"],
+     "parallel=single,ddp: one script is one job, …: 1 node x 1 rank, 1 node x 2 ranks; …"),
     (["cluster.time_minutes=5,10"], "cluster.time_minutes=5,10: one script is one job, …; write one for each, …"),
     (["cluster=local"], "cluster=local: is not a SLURM cluster; try slurm, or omit it"),
     (["train.micro_batch=max"], "train.micro_batch=max: is found by short runs, …; try … cluster=slurm, …"),
