@@ -217,7 +217,7 @@ def test_a_step_without_a_word_and_a_job_that_queues_again(tmp_path):
     assert not find_micro_batch(tmp_path, shape, ["sh", "-c", "exit 3"])
     written = store.load_record(tmp_path)
     assert (written["status"], written["error"]["type"]) == ("failed", "Broken")
-    assert "failed: Gone: its step ended with exit status 3 and without a result" in written["error"]["message"]
+    assert "failed: its step ended with exit status 3 and without a result" in written["error"]["message"]
     options = read(*TOY, "cluster=slurm", "cluster.requeue=true", "checkpoint.every_steps=2")
     assert run_spec.specify(options.changed(try_options(options)), World(0, 2, 0, 2, "SLURM"))
 
