@@ -104,7 +104,7 @@ def test_full_disk_is_one_message_and_leaves_no_partial_file(tmp_path, tmpfs, ki
         done = process.communicate()
     assert done.returncode == 1
     assert done.stderr.count("No space left on device") == 1, done.stderr
-    assert f"free some space, and continue with python train.py {go_on}={disk}/{kind}" in done.stderr
+    assert f"free some space, and continue with python train.py {go_on}={disk.name}/{kind}" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     for record in (disk / kind).glob("**/record.json"):
         assert load_record(record.parent)["error"]["type"] == "Unfinished"  # an older one, whole

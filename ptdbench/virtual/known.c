@@ -63,18 +63,20 @@ bool known(const void *address, size_t bytes) {
     return at >= end;
 }
 
+enum { SMALLEST = 512 }; /* bytes of torch's blocks, and their alignment */
+
 /* What torch allocates anew has no values; a scalar, which a program may read, is 0. */
 static void begin_block(char *address) {
-    enum { SMALLEST = 512 }; /* bytes of torch's blocks */
     know(address, SMALLEST, false);
     if (backed_at(address)) memset(address, 0, SMALLEST);
 }
 
 /* torch tells of its allocations and releases by virtual functions of C++, which its sanitizer has call Python. This
  * would lose a Python exception that passes through torch meanwhile, such as the one by which recomputation stops early,
- * so this function takes the place of all of them. What has an address on a device is a block. */
+ * so this function takes the place of all of them. Only of blocks do they have an address on a device, except that a
+ * wait for the device has none at all. */
 static void follow(void *interpreter, int type, char *address) {
-    if (device_of(address) >= 0) begin_block(address);
+    if (device_of(address) >= 0 && (uintptr_t)address % SMALLEST == 0) begin_block(address);
 }
 
 /* For computed.py: follow torch's blocks, unless this torch cannot, or its sanitizer runs. */
