@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ptdbench import entry
+from ptdbench.launch import rendezvous
 from ptdbench.records import failure, record, store
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import execution, requests
@@ -56,7 +57,9 @@ class TestRefusals:
     def test_flags_and_lists(self, arguments, tmp_path):
         assert len(refused(*arguments, cwd=tmp_path)) == 1
 
-    def test_only_rank_0_of_a_launcher_speaks(self, tmp_path, environ):
+    def test_only_rank_0_of_a_launcher_speaks(self, tmp_path, environ, monkeypatch):
+        # No torchrun ends rank 1 if a loaded machine forks it after rank 0 has gone.
+        monkeypatch.setattr(rendezvous, "REFUSAL_SECONDS", 60.0)
         launch = {
             "TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
