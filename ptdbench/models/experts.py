@@ -80,7 +80,6 @@ class Router(nn.Module):
         #: fp32. The consumer clears the list.
         self.counts: list[Tensor] = []
         self.share: Tensor | float = 1.0  #: Weight of a micro-batch's auxiliary loss in the gradients of a step.
-        self.on_host = False  #: Whether the host chooses experts round-robin, for devices that compute nothing.
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choose experts.
@@ -90,24 +89,22 @@ class Router(nn.Module):
 
         Returns:
             The weights of the choices, ``[tokens, active]`` in fp32; their indices, ``token * active + place``, ordered
-            by expert, without dropped ones; and the number of tokens for each expert, ``[experts]`` in int64, on the
-            CPU if :attr:`on_host`.
+            by expert, without dropped ones; and the number of tokens for each expert, ``[experts]`` in int64.
         """
         scores = F.linear(tokens.flatten(0, 1).float(), self.weight.float()).softmax(dim=-1)
         chosen = self._choose(scores.detach(), *tokens.shape[:2])
         order, counts, kept = self._sort(chosen)
         scores = _Counted.apply(scores, self, counts, kept)
-        weights = scores.gather(1, chosen.to(scores.device))
+        weights = scores.gather(1, chosen)
         if self.routing.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights, order.to(scores.device), kept
+        return weights, order, kept
 
     def _choose(self, scores: Tensor, batch: int, length: int) -> Tensor:
         """Return the experts of each token, ``[tokens, active]``."""
-        if self.on_host or self.routing.balance == "forced":
-            device = torch.device("cpu") if self.on_host else scores.device
-            places = self.positions(torch.arange(length, device=device))
-            turns = places[:, None] * self.active + torch.arange(self.active, device=device)
+        if self.routing.balance == "forced":
+            places = self.positions(torch.arange(length, device=scores.device))
+            turns = torch.add(torch.arange(self.active, device=scores.device), places[:, None], alpha=self.active)
             return (turns % self.experts).repeat(batch, 1)
         return (scores + self.bias if self.routing.balance == "bias" else scores).topk(self.active, dim=-1).indices
 
@@ -115,12 +112,13 @@ class Router(nn.Module):
         """Return the choices ordered by expert, the number of choices of each expert, and how many are kept."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
-        counts = F.one_hot(flat, self.experts).sum(dim=0)
+        counts = flat.new_zeros(self.experts).scatter_add_(0, flat, torch.ones_like(flat))
         if self.capacity is None:
             return order, counts, counts
         most = math.ceil(self.capacity * len(flat) / self.experts)
-        within = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
-        return order[within < most], counts, counts.clamp(max=most)
+        ends = counts.cumsum(0) - counts + most  # of what an expert keeps
+        is_kept = torch.arange(len(flat), device=flat.device) < ends[flat[order]]
+        return order[is_kept], counts, counts.clamp(max=most)
 
     @property
     def balances(self) -> bool:

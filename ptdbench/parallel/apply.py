@@ -43,8 +43,6 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     shared = experts.modules(model, module) if dims.expert > 1 else []
     if ranks := setting.mesh["ep"]:
         experts.divide(shared, ranks, virtual=setting.virtual)
-    if setting.virtual:
-        experts.force(module)
     if ranks := setting.mesh["tp"]:
         tensor.parallelize(model, module, ranks, sequence=options.sequence)
     if is_narrow and setting.kernels == "fused":

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from ptdbench.launch import stacks
 from ptdbench.local_part import local_part
-from ptdbench.models.experts import Experts, Router, places_in, take
+from ptdbench.models.experts import Router, places_in, take
 from ptdbench.models.protocol import Model, module_of, roles_of, wrap_forward
 from ptdbench.parallel.dims import BatchPlan, Dims
 from ptdbench.parallel.mesh import Mesh
@@ -71,15 +71,6 @@ def divide(layers: Sequence[nn.Module], mesh: DeviceMesh, *, virtual: bool = Fal
         wrap_forward(layer, partial(_with_exchange, mesh, virtual, received))
 
 
-def force(module: nn.Module) -> None:
-    """Let routers choose experts round-robin, for devices that compute no scores."""
-    for part in module.modules():
-        if isinstance(part, Router):
-            part.on_host = True
-        if isinstance(part, Experts):
-            part.product = "loop"  # the grouped kernel reads the offsets of its matrices from the device
-
-
 Forward = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -87,11 +78,9 @@ def _with_exchange(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: F
     group, ranks = mesh.get_group(), mesh.size()
 
     def dispatch(tokens: Tensor, counts: Tensor) -> Tensor:
-        if virtual:  # FSDP moves its root's inputs to the device, in a recomputation too; a virtual one has no values
-            counts = counts.cpu()
         leaving = counts.unflatten(0, (ranks, -1))
         with _labeled(DISPATCH):  # counts per rank and local expert; the group communicates on the tokens' device
-            arriving = all_to_all_single(leaving.to(tokens.device).contiguous(), None, None, group).to(counts.device)
+            arriving = all_to_all_single(leaving.contiguous(), None, None, group)
         if virtual:  # nothing arrives
             arriving = leaving[mesh.get_local_rank()].expand_as(leaving)
         sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()

@@ -25,7 +25,7 @@ _COMPUTED = (
     *("sum.dim_IntList", "cumsum", "max", "bincount", "histc", "sort.stable", "nonzero", "remainder.Scalar"),
     *("scatter.value", "scatter_.value", "scatter.src", "scatter_.src", "scatter_add", "scatter_add_"),
     *("gather", "index.Tensor", "index_select", "cat", "repeat_interleave.Tensor"),
-    *("eq.Scalar", "gt.Scalar", "ne.Scalar"),
+    *("eq.Scalar", "gt.Scalar", "ne.Scalar", "lt.Tensor"),
 )
 
 #: Likewise those that only write the tensor that they are given first, or as ``out``.
@@ -43,8 +43,25 @@ def attach() -> Any:
         for name in ("topk", *_COMPUTED, *_WRITERS):
             kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
             library.impl(name, partial(_run, name, kernel), "CUDA", with_keyset=True)
+        grouped = torch.library.get_kernel("aten::_grouped_mm", "CUDA")
+        library.impl("_grouped_mm", partial(_run_grouped, grouped), "CUDA", with_keyset=True)
     torch.cuda._lazy_call(ctypes.CDLL(None).ptdbench_virtual_follow_blocks)  # memory used anew has no known values
     return library
+
+
+def _run_grouped(kernel: Any, keys: Any, left: Any, right: Any, offsets: Any = None, *arguments: Any) -> Any:
+    """Run torch's product of groups; its kernel reads their sizes from the device, so the library is told the mean."""
+    announce: Any = ctypes.CDLL(None).ptdbench_virtual_grouped
+    announce.argtypes = [ctypes.c_double] * 4
+    groups = left.shape[0] if offsets is None else offsets.numel()
+    is_split = left.dim() == 2, right.dim() == 2  # into groups: rows, columns, or what is summed over
+    parts = {(True, False): (groups, 1, 1), (False, True): (1, groups, 1), (True, True): (1, 1, groups)}
+    sizes = zip((left.shape[-2], right.shape[-1], left.shape[-1]), parts.get(is_split, (1, 1, 1)), strict=True)
+    announce(*(size / part for size, part in sizes), groups)
+    try:
+        return kernel.call_boxed(keys, left, right, offsets, *arguments)
+    finally:
+        announce(0, 0, 0, 0)
 
 
 def _run(name: str, kernel: Any, keys: Any, *arguments: Any, **options: Any) -> Any:

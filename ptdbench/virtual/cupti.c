@@ -165,8 +165,7 @@ API CUptiResult cuptiActivityRegisterCallbacks(CUpti_BuffersCallbackRequestFunc 
 }
 
 API CUptiResult cuptiActivityRegisterTimestampCallback(CUpti_TimestampCallbackFunc function) {
-    clock_of_torch = function;
-    return CUPTI_SUCCESS;
+    return clock_of_torch = function, CUPTI_SUCCESS;
 }
 
 API CUptiResult cuptiActivityEnable(CUpti_ActivityKind kind) {
@@ -195,8 +194,7 @@ API CUptiResult cuptiActivityGetNextRecord(uint8_t *first, size_t bytes, CUpti_A
 }
 
 API CUptiResult cuptiActivityGetNumDroppedRecords(CUcontext context, uint32_t stream, size_t *count) {
-    *count = 0;
-    return CUPTI_SUCCESS;
+    return *count = 0, CUPTI_SUCCESS;
 }
 
 API CUptiResult cuptiGetVersion(uint32_t *version) { return *version = CUPTI_API_VERSION, CUPTI_SUCCESS; }

@@ -108,7 +108,9 @@ static cudaError_t start(const char *name, const struct kernel *kernel, dim3 gri
     if (arguments && kernel) compute(kernel->recipe, arguments);
     struct detail detail = {0};
     size_t bytes = bytes_of_call(kernel ? kernel->family : NULL, arguments, grid, block, &detail);
-    enqueue(stream, &(struct work){KERNEL, name, bytes, grid, block, .detail = detail});
+    struct work work = {KERNEL, name, bytes, grid, block, .detail = detail};
+    describe_grouped(&work);
+    enqueue(stream, &work);
     return cudaSuccess;
 }
 

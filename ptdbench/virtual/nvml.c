@@ -105,19 +105,11 @@ API int nvmlDeviceGetClockInfo(nvml_device handle, int which, unsigned *megahert
     return SUCCESS;
 }
 
-API int nvmlDeviceGetMaxClockInfo(nvml_device handle, int which, unsigned *megahertz) {
-    return nvmlDeviceGetClockInfo(handle, which, megahertz);
-}
-
 API int nvmlDeviceGetTemperature(nvml_device handle, int sensor, unsigned *celsius) { return *celsius = 30, SUCCESS; }
 
 enum { GPU_IDLE = 1 }; /* nvmlClocksEventReasonGpuIdle */
 
 API int nvmlDeviceGetCurrentClocksEventReasons(nvml_device handle, unsigned long long *reasons) {
-    return *reasons = GPU_IDLE, SUCCESS;
-}
-
-API int nvmlDeviceGetCurrentClocksThrottleReasons(nvml_device handle, unsigned long long *reasons) {
     return *reasons = GPU_IDLE, SUCCESS;
 }
 
@@ -167,13 +159,11 @@ API int nvmlDeviceGetNvLinkRemotePciInfo_v2(nvml_device handle, unsigned link, s
 }
 
 API int nvmlDeviceGetP2PStatus(nvml_device from, nvml_device to, int which, int *status) {
-    *status = 0; /* NVML_P2P_STATUS_OK */
-    return SUCCESS;
+    return *status = 0 /* NVML_P2P_STATUS_OK */, SUCCESS;
 }
 
 API int nvmlDeviceGetTopologyCommonAncestor(nvml_device from, nvml_device to, int *level) {
-    *level = TOPOLOGY_SYSTEM;
-    return SUCCESS;
+    return *level = TOPOLOGY_SYSTEM, SUCCESS;
 }
 
 API int nvmlDeviceGetCpuAffinity(nvml_device handle, unsigned words, unsigned long *cores) {

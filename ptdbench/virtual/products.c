@@ -47,20 +47,35 @@ struct product {
     int epilogue;
 };
 
+/* Sets what the work of a product reads, writes and computes. */
+static void describe(struct work *work, struct product p) {
+    int result = arithmetic_of(p.result, false);
+    size_t of_result = size_of(result) * (p.accumulates ? 2 : 1);
+    work->bytes = p.batch * (size_of(p.type) * (p.m * p.k + p.k * p.n) + of_result * p.m * p.n);
+    work->flops = 2 * p.m * p.n * p.k * p.batch;
+    work->detail = (struct detail){{p.m, p.n, p.k, p.batch, p.epilogue}, p.accumulates ? ACCUMULATES : 0,
+                                   NUMBER_OF(p.type), NUMBER_OF(result), 2 * p.transposed_a + p.transposed_b};
+}
+
 static cublasStatus_t product(cudaStream_t stream, struct product p) {
     static const char *const names[] = {[ncclFloat64] = "f64",   [ncclFloat32] = "f32", [TF32_NUMBER] = "tf32",
                                         [ncclBfloat16] = "bf16", [ncclFloat16] = "f16", [FP8_NUMBER] = "f8"};
     char name[128];
-    int result = arithmetic_of(p.result, false);
-    size_t of_result = size_of(result) * (p.accumulates ? 2 : 1);
     snprintf(name, sizeof name, "virtual_gemm_%s m%.0f n%.0f k%.0f b%.0f", names[p.type], p.m, p.n, p.k, p.batch);
-    struct detail detail = {{p.m, p.n, p.k, p.batch, p.epilogue}, p.accumulates ? ACCUMULATES : 0, NUMBER_OF(p.type),
-                            NUMBER_OF(result), 2 * p.transposed_a + p.transposed_b};
-    enqueue(stream, &(struct work){KERNEL, kept(name),
-                                   p.batch * (size_of(p.type) * (p.m * p.k + p.k * p.n) + of_result * p.m * p.n),
-                                   {device()->multiprocessors, 1, 1}, {384, 1, 1}, 2 * p.m * p.n * p.k * p.batch, NULL,
-                                   detail});
+    struct work work = {KERNEL, kept(name), .grid = {device()->multiprocessors, 1, 1}, .block = {384, 1, 1}};
+    describe(&work, p);
+    enqueue(stream, &work);
     return CUBLAS_STATUS_SUCCESS;
+}
+
+/* For computed.py: a product of groups in bf16, of their mean sizes, by CUTLASS's next kernel in this thread. */
+static __thread struct product grouped;
+API void ptdbench_virtual_grouped(double m, double n, double k, double groups) {
+    grouped = (struct product){ncclBfloat16, CUDA_R_16BF, m, n, k, groups};
+}
+
+void describe_grouped(struct work *work) {
+    if (grouped.batch && strstr(work->name, "device_kernel")) describe(work, grouped), grouped.batch = 0;
 }
 
 /* Whether a product is added to what its result holds: by the factor beta, unless that is on a device. */

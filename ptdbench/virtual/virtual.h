@@ -115,6 +115,7 @@ const char *demangled(const char *name); /* lives as long as the process */
 
 /* products.c */
 const char *kept(const char *text); /* interned: lives as long as the process */
+void describe_grouped(struct work *work); /* if it is the kernel of a product of groups */
 
 /* graphs.c */
 void capture(cudaGraph_t graph, const struct work *work);

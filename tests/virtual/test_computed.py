@@ -103,6 +103,35 @@ computed.main()
     assert enabled(monkeypatch, program, Machine(DEVICE).environment(1)) == [second]
 
 
+GROUPED = """
+import os
+import torch
+from ptdbench.virtual import computed, watch
+
+computed.attach()
+left = torch.randn(64, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+right = torch.randn(4, 32, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+log = watch.Log()
+log.begin()
+ends = torch.tensor([16, 16, 48, 64], dtype=torch.int32, device="cuda")
+torch.nn.functional.grouped_mm(left, right, offs=ends).backward(torch.ones(64, 16, dtype=torch.bfloat16, device="cuda"))
+log.mark()
+log.end()
+print(watch.read_account()["flops"][""], flush=True)
+os._exit(0)  # torch's profiler has run in the threads of the backward pass, and the interpreter does not wait for them
+"""
+
+
+def test_products_of_groups_have_their_mean_sizes(start: Start, environ, tmp_path):
+    environ = {**environ, **Machine(DEVICE).environment(1), "PTDBENCH_VIRTUAL_LOG": str(tmp_path)}
+    done = call(sys.executable, "-c", GROUPED, cwd=ROOT, environ=environ)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == 3 * 2 * 64 * 32 * 16  # the product, and the gradients of both factors
+    (step,) = read(tmp_path)[0].steps()
+    sizes = {tuple(sorted(dims[:3])) for dims in step["dims"].tolist() if dims[3] == 4}
+    assert sizes == {(16, 16, 32)}  # for each of four groups
+
+
 def test_disabled_kinds_are_not_computed(start: Start, environ):
     """As a new version of torch may have it, by other names of kernels."""
     environ = {**environ, **Machine(DEVICE).environment(1), "PTDBENCH_VIRTUAL_COMPUTED": ""}
