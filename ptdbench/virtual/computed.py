@@ -25,7 +25,7 @@ _COMPUTED = (
     *("sum.dim_IntList", "cumsum", "max", "bincount", "histc", "sort.stable", "nonzero", "remainder.Scalar"),
     *("scatter.value", "scatter_.value", "scatter.src", "scatter_.src", "scatter_add", "scatter_add_"),
     *("gather", "index.Tensor", "index_select", "cat", "repeat_interleave.Tensor"),
-    *("eq.Scalar", "gt.Scalar", "ne.Scalar", "lt.Tensor"),
+    *("eq.Scalar", "gt.Scalar", "ne.Scalar", "lt.Tensor", "clamp"),
 )
 
 #: Likewise those that only write the tensor that they are given first, or as ``out``.

@@ -30,6 +30,7 @@ def count(ids):
         histc=torch.histc(ids.flatten(), bins={EXPERTS}, min=0, max={EXPERTS}).tolist(),
         bincount=torch.bincount(ids.flatten(), minlength={EXPERTS}).tolist(),
         scatter=counts.tolist(),
+        clamped=counts.clamp(max=1000).tolist(),
         cast=torch.zeros_like(scores).int().scatter(1, ids, 1).bool().sum(dim=0).long().tolist(),
         where=[len(torch.where(hot[expert])[0]) for expert in range({EXPERTS})],
         sorted=torch.bincount(ids.flatten()[order][: {TOKENS}], minlength={EXPERTS}).tolist(),
@@ -54,6 +55,7 @@ def test_a_router_gives_each_expert_its_share(start: Start, environ, tmp_path):
     ends = [share * (expert % 4 + 1) for expert in range(EXPERTS)]
     half = [share] * (EXPERTS // 2) + [0] * (EXPERTS // 2)
     ways = {name: [share] * EXPERTS for name in ("histc", "bincount", "scatter", "cast", "where")}
+    ways["clamped"] = [1000] * EXPERTS
     assert of_scores == of_turns == {**ways, "sorted": half, "ranks": [TOKENS] * 2, "ends": ends}
     assert (first, shape) == ([[0, 1], [2, 3], [4, 5], [6, 7], [0, 1]], [TOKENS, ACTIVE])
 
