@@ -76,16 +76,16 @@ def test_a_refusal_is_whole_and_has_no_rank_to_blame():
     assert reason(record) == f"failed: {'; '.join(problems)}"
 
 
-@pytest.mark.parametrize(("kind", "message", "told"), [
+@pytest.mark.parametrize(("kind", "message", "shown"), [
     ("Stopped", "stopped by SIGINT after step 3 of 9", "stopped by SIGINT after step 3 of 9"),
     ("CANCELLED", "SLURM ended job 7 on n1: CANCELLED", "SLURM ended job 7 on n1: CANCELLED"),
     ("OUT_OF_MEMORY", "SLURM ended job 7: FAILED", "OUT_OF_MEMORY: SLURM ended job 7: FAILED"),
     ("ValueError", "no value", "ValueError: no value"),
 ])  # fmt: skip
-def test_a_type_that_the_message_says_is_not_repeated(kind, message, told):
+def test_a_type_that_the_message_says_is_not_repeated(kind, message, shown):
     record = failed("ddp", message, rank=-1)
     record.error.type = kind
-    assert reason(record) == f"failed: {told}"
+    assert reason(record) == f"failed: {shown}"
 
 
 OTHERS = "parallel=fsdp, activations=recompute, precision=bf16"

@@ -154,8 +154,8 @@ def test_the_warning_ahead_of_a_time_limit_is_told_as_what_it_is():
     in_job = {**OPEN, "directory": "run", "config": {"cluster": {"submit": "wait"}}}
     stopped = record.stopped(in_job, "SIGUSR2 after step 1; not requeued: enough")
     assert stopped["status"] == "timeout"
-    told = "stopped by SIGUSR2 after step 1, ahead of the time limit of its job; not requeued: enough; it has saved: "
-    assert stopped["error"]["message"].startswith(told)
+    ended = "stopped by SIGUSR2 after step 1, ahead of the time limit of its job; not requeued: enough; it has saved: "
+    assert stopped["error"]["message"].startswith(ended)
     assert record.stopped(in_job, "SIGTERM after step 1")["status"] == "preempted"
 
 

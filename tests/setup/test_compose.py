@@ -24,9 +24,9 @@ def compose(*overrides: str, multirun: bool = False) -> Composed:
 
 
 def refused(*overrides: str, multirun: bool = False) -> list[str]:
-    told = refusal_of(compose, *overrides, multirun=multirun)
+    refusal = refusal_of(compose, *overrides, multirun=multirun)
     assert not GlobalHydra.instance().is_initialized()  # or the next run in this process could not compose
-    return told.splitlines()
+    return refusal.splitlines()
 
 
 def labels(composed: Composed) -> list[tuple[str, str, int]]:
@@ -176,11 +176,11 @@ class TestSyntax:
 
     def test_configurations_that_are_not_there(self, tmp_path):
         away = tmp_path / "away"
-        for conf, name, told in (
+        for conf, name, refusal in (
             (CONF, "confg", "--config-name=confg: there is no such file in the configuration folders; try config"),
             (away, "config", f"--config-path={away}: there is no such folder (it would be {away})"),
         ):
-            assert refusal_of(compose_all, (), False, Source(conf, name)) == told
+            assert refusal_of(compose_all, (), False, Source(conf, name)) == refusal
 
 
 TOY = "name: toy\n_target_: ptdbench.models.toy.Toy\ninputs: 32\nwidth: 64\noutputs: 8\nlayers: 4\n"
@@ -194,10 +194,10 @@ class TestFolderOfOnesOwn:
 
     def test_a_folder_that_is_not_there(self, tmp_path):
         folder = tmp_path / "typo"
-        told = f"--config-dir={folder}: there is no such folder (it would be {folder})"
-        assert self.refused(folder, "model=mine") == told
+        refusal = f"--config-dir={folder}: there is no such folder (it would be {folder})"
+        assert self.refused(folder, "model=mine") == refusal
         folder.touch()
-        assert self.refused(folder, "model=toy") == told
+        assert self.refused(folder, "model=toy") == refusal
 
     def test_a_glob_finds_choices_there_and_a_key_may_be_a_number(self, tmp_path):
         (tmp_path / "model").mkdir()
@@ -206,7 +206,7 @@ class TestFolderOfOnesOwn:
         assert found.overrides == [["model=to_mine"], ["model=toy"]]
         assert found.configs[0].resolved["model"]["3"] == "x"
 
-    @pytest.mark.parametrize(("text", "told"), [
+    @pytest.mark.parametrize(("text", "refusal"), [
         ("name: x\n  a: [1\n", 'mapping values are not allowed here in "{path}", line 2, column 4'),
         (f"{TOY}name: y\n", 'while constructing a mapping in "{path}"'),
         (f"{TOY}x: \x00\n", "unacceptable character #x0000"),
@@ -218,30 +218,30 @@ class TestFolderOfOnesOwn:
         (f"{TOY}x: ${{model\n", "no viable alternative at input '${model'"),
         (TOY.encode("utf-16"), "'utf-8' codec can't decode"),
     ])  # fmt: skip
-    def test_a_file_that_is_no_configuration(self, tmp_path, text, told):
+    def test_a_file_that_is_no_configuration(self, tmp_path, text, refusal):
         (tmp_path / "model").mkdir()
         path = tmp_path / "model" / "mine.yaml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         line = self.refused(tmp_path, "model=mine")
         assert line.startswith("model=mine: ")
-        assert told.replace("{path}", str(path)) in line
+        assert refusal.replace("{path}", str(path)) in line
 
     @pytest.mark.parametrize("text", ["train:\n  steps: 5\n", "defaults:\n  - override /model: toy\n"])
     def test_a_recipe_whose_package_was_forgotten(self, tmp_path, text):
         (tmp_path / "experiment").mkdir()
         (tmp_path / "experiment" / "mine.yaml").write_text(text)
-        told = "experiment=mine: … options of experiment, …; begin the file with the line # @package _global_"
-        assert self.refused(tmp_path, "experiment=mine") == Abridged(told)
+        refusal = "experiment=mine: … options of experiment, …; begin the file with the line # @package _global_"
+        assert self.refused(tmp_path, "experiment=mine") == Abridged(refusal)
 
     def test_a_configuration_that_begins_with_nothing(self, tmp_path):
         path = tmp_path / "mine.yaml"
-        for text, told in (
+        for text, refusal in (
             ("defaults: [config, _self_]\n", ""),
             ("", "has no cluster, .*; let the file begin with "),
             ("model: toy: small\n", "Hydra fails on it .ScannerError: "),
         ):
             path.write_text(f"{text}train:\n  steps: 5\n")
-            with pytest.raises(ConfigError, match=f"^--config-name=mine: {told}") if told else nullcontext():
+            with pytest.raises(ConfigError, match=f"^--config-name=mine: {refusal}") if refusal else nullcontext():
                 assert compose_all((), False, Source(CONF, "mine", str(tmp_path))).wholes[0].train.steps == 5
 
     def test_a_broken_file_that_nobody_chose_hides_no_misspelling(self, tmp_path):
@@ -252,12 +252,12 @@ class TestFolderOfOnesOwn:
     def test_a_folder_of_hydras_search_path_has_choices_too(self, tmp_path):
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "mine.yaml").write_text(TOY)
-        told = [
+        refusal = [
             "model=mime: there is no such choice; try …",
             "train.stepz=5: there is no such option; try train.steps…",
         ]
         search = f"hydra.searchpath=[file://{tmp_path}]"
-        assert refused(search, "model=mine,mime", "train.stepz=5", multirun=True) == [*map(Abridged, told)]
+        assert refused(search, "model=mine,mime", "train.stepz=5", multirun=True) == [*map(Abridged, refusal)]
 
 
 def test_options_of_the_sweeper_are_typed_with_a_plus_or_a_tilde(tmp_path):
@@ -309,10 +309,12 @@ class TestExperiments:
         (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nhydra: {sweeper: {params: {experiment: e1}}}")
         with pytest.raises(ConfigError) as error:
             compose_all(["model=toy"], True, Source(CONF, "mine", str(tmp_path)))
-        told = "hydra.sweeper.params=optimizer.lr=0.1,0.2: has no effect in a file that hydra.sweeper.params chooses …"
-        assert str(error.value) == Abridged(told)
+        refusal = (
+            "hydra.sweeper.params=optimizer.lr=0.1,0.2: has no effect in a file that hydra.sweeper.params chooses …"
+        )
+        assert str(error.value) == Abridged(refusal)
 
-    @pytest.mark.parametrize(("words", "told"), [
+    @pytest.mark.parametrize(("words", "refusal"), [
         ("experiment=e1,e2", "hydra.sweeper.params.optimizer.lr=0.1,0.2,0.01,0.02,0.03: a sweep has one"),
         ("experiment=plain,e2", "hydra.sweeper.params.optimizer.lr=null,0.01,0.02,0.03: a sweep has one"),
         ("experiment=e1,on_slurm", "cluster=local,slurm: a sweep has one"),
@@ -326,8 +328,8 @@ class TestExperiments:
         ("hydra/sweeper=optuna experiment=e1,e2,plain", "hydra.sweeper.params.optimizer.lr=null,0.1,0.2,0.01,"),
         ("hydra/sweeper=optuna objective=throughput,held_out_loss", "objective=throughput,held_out_loss: a sweep"),
     ])  # fmt: skip
-    def test_a_sweep_has_one_of_what_is_not_of_its_runs(self, runs, words, told):
-        assert refusal_of(runs, *words.split()) == Abridged(f"{told}…; start one sweep for each")
+    def test_a_sweep_has_one_of_what_is_not_of_its_runs(self, runs, words, refusal):
+        assert refusal_of(runs, *words.split()) == Abridged(f"{refusal}…; start one sweep for each")
 
 
 class TestWhatHydraFailsOn:

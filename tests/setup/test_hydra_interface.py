@@ -82,8 +82,8 @@ class TestResourcesOfJobs:
         words = ["model=toy", "experiment=mine", "cluster=slurm"]
         composed = compose_all(words, source=Source(CONF, extra=str(tmp_path)))
         found = refusal_of(hydra_interface.check, composed, None, None).splitlines()
-        told = [Abridged(f"{self.RULE}; see …"), f"{self.RULE}; try cluster.partition=short"]
-        assert [problem.partition(": ")[2] for problem in found] == told
+        refusal = [Abridged(f"{self.RULE}; see …"), f"{self.RULE}; try cluster.partition=short"]
+        assert [problem.partition(": ")[2] for problem in found] == refusal
 
 
 def test_runs_of_a_sweep_have_directories_of_their_own():

@@ -24,8 +24,10 @@ from tests.sweep.made import CONFIG
 
 def test_a_damaged_record_is_one_line_and_its_run_starts_over(tmp_path):
     (tmp_path / "record.json").write_text("{")
-    told = f"resume={tmp_path}: {tmp_path / 'record.json'} is damaged: …; type the overrides again, in a new directory"
-    assert refusal_of(resume.read, [f"resume={tmp_path}"], multirun=False, world=None) == Abridged(told)
+    refusal = (
+        f"resume={tmp_path}: {tmp_path / 'record.json'} is damaged: …; type the overrides again, in a new directory"
+    )
+    assert refusal_of(resume.read, [f"resume={tmp_path}"], multirun=False, world=None) == Abridged(refusal)
 
 
 class TestLine:
@@ -99,8 +101,8 @@ class TestLine:
         for module in (store, ledger):
             monkeypatch.setattr(module, "read_bytes", read)
         place = (tmp_path / file).parent
-        told = f"{tmp_path / file} cannot be read (Permission denied); give one that you may read"
-        assert refusal_of(self.line, [f"{option}={place}"]) == f"{option}={place}: {told}"
+        refusal = f"{tmp_path / file} cannot be read (Permission denied); give one that you may read"
+        assert refusal_of(self.line, [f"{option}={place}"]) == f"{option}={place}: {refusal}"
 
     @pytest.mark.parametrize("extra", ["+cluster.extra.nice=5", "++cluster.extra.nice=5", "cluster=site_gpu"])
     def test_what_was_said_of_the_cluster_does_not_travel(self, tmp_path, extra):
@@ -225,9 +227,9 @@ class TestLine:
     def test_a_damaged_list_of_jobs_is_refused(self, tmp_path):
         run = self.submitted(tmp_path)
         (tmp_path / "sweep" / "sweep.json").write_text("{")
-        told = Abridged("…sweep.json is damaged: …; check with squeue that none of its jobs…")
+        refusal = Abridged("…sweep.json is damaged: …; check with squeue that none of its jobs…")
         for word in (f"resume={run}", f"sweep.resume={tmp_path / 'sweep'}"):
-            assert refusal_of(self.line, [word]) == told
+            assert refusal_of(self.line, [word]) == refusal
 
 
 TOY = ("model=toy", "train.global_batch=12", "device=cpu")
@@ -258,8 +260,8 @@ class TestRefused:
         assert "resume=nowhere: there is no run" in self.refused("resume=nowhere", cwd=tmp_path)
 
     def test_a_run_that_is_given_as_a_sweep(self, ended, tmp_path):
-        told = "sweep.resume=run: is a run; try python train.py resume=run"
-        assert self.refused("sweep.resume=run", cwd=tmp_path) == told
+        refusal = "sweep.resume=run: is a run; try python train.py resume=run"
+        assert self.refused("sweep.resume=run", cwd=tmp_path) == refusal
 
     def test_another_model_with_the_difference(self, ended, tmp_path):
         rule = "a run begins with the weights of its model"
@@ -281,8 +283,8 @@ class TestRefused:
         foreign = Config(inner)
         rule = f"resume={ended}: its record names {target}, which may run any code"
         again = f"python train.py resume={ended} {option}={target}"
-        told = f"{rule}; if you trust whoever wrote it, try {again}"
-        assert refusal_of(resume.check_targets, [f"resume={ended}"], [foreign]) == told
+        refusal = f"{rule}; if you trust whoever wrote it, try {again}"
+        assert refusal_of(resume.check_targets, [f"resume={ended}"], [foreign]) == refusal
         resume.check_targets([f"resume={ended}", f"{option}={target}"], [foreign])
         resume.check_targets([f"{option}={target}"], [foreign])  # nobody's record
 

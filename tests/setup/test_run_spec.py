@@ -135,12 +135,12 @@ TOLD = {
 class TestRefused:
     @pytest.mark.parametrize(("typed", "rule"), TOLD.items())
     def test_each_refusal_is_one_line(self, typed, rule):
-        told = refused(*typed.split(), device="auto" if "virtual" in typed else "cpu")
-        assert told == [Abridged(f"{typed.split()[-1]}: {rule}")]
+        refusal = refused(*typed.split(), device="auto" if "virtual" in typed else "cpu")
+        assert refusal == [Abridged(f"{typed.split()[-1]}: {rule}")]
 
     def test_a_job_to_submit_has_no_virtual_gpus(self):
-        told = refused("virtual=h100", "cluster=slurm", device="auto", world=Shape(1, 2, 0, None).world)
-        assert told == [Abridged("cluster=slurm: virtual=h100 runs on this machine, …; omit cluster")]
+        refusal = refused("virtual=h100", "cluster=slurm", device="auto", world=Shape(1, 2, 0, None).world)
+        assert refusal == [Abridged("cluster=slurm: virtual=h100 runs on this machine, …; omit cluster")]
 
     def test_gloo_is_accepted_for_layouts_that_it_can_send(self):
         for layout in (
@@ -172,16 +172,16 @@ class TestRefused:
     def test_more_ranks_than_gpus(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        told = "cluster.ranks_per_node=4: must not exceed the number of GPUs, 2: …; try auto, 2, or device=cpu"
-        assert refused("cluster.ranks_per_node=4", device="auto") == [Abridged(told)]
+        refusal = "cluster.ranks_per_node=4: must not exceed the number of GPUs, 2: …; try auto, 2, or device=cpu"
+        assert refused("cluster.ranks_per_node=4", device="auto") == [Abridged(refusal)]
         made = make(device="auto")
         assert (made.world_size, made.backend) == (2, "nccl")
 
     def test_another_world_than_the_launcher_started_or_the_layout_divides(self):
-        told = "cluster.ranks_per_node=3: torchrun started 4 ranks on this node; try auto, 4"
-        assert refused("cluster.ranks_per_node=3", world=rank_of(4)) == [told]
-        told = "parallel.pipeline=2: replicate(auto) x pipeline(2) must equal the number of ranks, 3; try 3"
-        assert refused("parallel=pdp", "parallel.pipeline=2", world=rank_of(3)) == [told]
+        refusal = "cluster.ranks_per_node=3: torchrun started 4 ranks on this node; try auto, 4"
+        assert refused("cluster.ranks_per_node=3", world=rank_of(4)) == [refusal]
+        refusal = "parallel.pipeline=2: replicate(auto) x pipeline(2) must equal the number of ranks, 3; try 3"
+        assert refused("parallel=pdp", "parallel.pipeline=2", world=rank_of(3)) == [refusal]
 
     def test_everything_at_once_as_far_as_it_can_be_judged(self):
         wrong = ["precision=fp4", "train.global_batch=17", "model.heads=3", "optimizer.lr=-1"]
@@ -201,12 +201,12 @@ class TestRefused:
 def test_data_without_samples_are_refused():
     target = "builtins.object"
     options = ("data=synthetic_vectors", "~data.inputs", "~data.outputs", "~data.seed", f"data._target_={target}")
-    told = f"data._target_={target}: has neither samples(start, stop) nor __len__ and __getitem__; …"
-    assert refused("model=toy", *options) == [Abridged(told)]
+    refusal = f"data._target_={target}: has neither samples(start, stop) nor __len__ and __getitem__; …"
+    assert refused("model=toy", *options) == [Abridged(refusal)]
 
 
 class TestUpdatesOfTheUser:
-    @pytest.mark.parametrize(("overrides", "told"), [
+    @pytest.mark.parametrize(("overrides", "refusal"), [
         ((f"optimizer._target_={__name__}.Rateless",),
          f"optimizer._target_={__name__}.Rateless: has parameter groups without lr, …; give every group an lr"),
         (("optimizer.lr=-1",), "optimizer=(its options): cannot be built: Invalid learning rate: -1"),
@@ -215,20 +215,20 @@ class TestUpdatesOfTheUser:
         (("optimizer._target_=torch.optim.SGD", "lr_schedule._target_=types.SimpleNamespace"),
          "lr_schedule._target_=types.SimpleNamespace: has no factor(); write it as ptdbench.optim.…"),
     ])  # fmt: skip
-    def test_optimizer_that_cannot_step_is_refused(self, overrides, told):
+    def test_optimizer_that_cannot_step_is_refused(self, overrides, refusal):
         without = ("~optimizer.momentum", "~optimizer.weight_decay", "~lr_schedule.warmup_steps")
-        assert refused("model=toy", "optimizer=sgd", *without, *overrides) == [Abridged(told)]
+        assert refused("model=toy", "optimizer=sgd", *without, *overrides) == [Abridged(refusal)]
 
     @pytest.mark.parametrize(
-        ("name", "told"), [("Counter", "steps as int"), ("GroupCounter", "k in its parameter groups")]
+        ("name", "refusal"), [("Counter", "steps as int"), ("GroupCounter", "k in its parameter groups")]
     )
-    def test_optimizer_with_unsavable_state_is_refused(self, name, told):
+    def test_optimizer_with_unsavable_state_is_refused(self, name, refusal):
         typed = ("model=toy", "optimizer=sgd", "~optimizer.momentum", "~optimizer.weight_decay",
                  f"optimizer._target_={__name__}.{name}")  # fmt: skip
         make(*typed)
-        rule = f"keeps {told}, but checkpoints hold only tensors in its state"
-        told = f"optimizer={name}: {rule}; try adamw, sgd, or checkpoint.every_steps=null"
-        assert refused(*typed, "checkpoint.every_steps=5") == [told]
+        rule = f"keeps {refusal}, but checkpoints hold only tensors in its state"
+        refusal = f"optimizer={name}: {rule}; try adamw, sgd, or checkpoint.every_steps=null"
+        assert refused(*typed, "checkpoint.every_steps=5") == [refusal]
 
 
 def by_method() -> nn.Module:
@@ -263,29 +263,33 @@ def custom(name: str) -> tuple[str, ...]:
 
 
 class TestModelsOfTheUser:
-    @pytest.mark.parametrize(("target", "told"), [
+    @pytest.mark.parametrize(("target", "refusal"), [
         ("no_such_package.Net", "._target_=no_such_package.Net: cannot be imported: No module named"),
         ("tests.setup.test_run_spec.mood", "._target_=tests.setup.test_run_spec.mood: tests.setup.test_run_spec has"),
         ("tests.setup.test_run_spec.moody", "=(its options): cannot be built: not today"),
         ("tests.setup.test_run_spec.mute", "=(its options): cannot be built: (no message: the exception's own "),
     ])  # fmt: skip
-    def test_unbuildable_model_is_refused(self, target, told):
-        assert refused("model=custom", f"model._target_={target}", *VECTORS) == [Abridged(f"model{told}…")]
+    def test_unbuildable_model_is_refused(self, target, refusal):
+        assert refused("model=custom", f"model._target_={target}", *VECTORS) == [Abridged(f"model{refusal}…")]
 
     def test_options_that_refer_to_another_groups_name_it(self):
-        told = "model=(its options): refer to data.sequence_length, which is not among the options; try another data"
-        assert refused("model=hf_gpt2_tiny", "data=synthetic_images", "data.image_size=8", "data.classes=10") == [told]
+        refusal = "model=(its options): refer to data.sequence_length, which is not among the options; try another data"
+        assert refused("model=hf_gpt2_tiny", "data=synthetic_images", "data.image_size=8", "data.classes=10") == [
+            refusal
+        ]
 
     def test_a_model_of_one_input_is_not_offered_several(self):
-        (told,) = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_features=3",
+        (refusal,) = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_features=3",
                           "+model.out_features=4", *VECTORS)  # fmt: skip
-        assert told.endswith("; its forward takes input")
+        assert refusal.endswith("; its forward takes input")
 
     @pytest.mark.parametrize("target", ["no_such_package.Net", "torch.nn.Linear"])
     def test_class_under_another_models_options_is_refused(self, target):
         """What a person tries first: the class without ``model=custom``."""
-        told = f"model._target_={target}: … the options of model=toy; try model=custom model._target_={target}, which …"
-        assert refused("model=toy", f"model._target_={target}")[-1] == Abridged(told)
+        refusal = (
+            f"model._target_={target}: … the options of model=toy; try model=custom model._target_={target}, which …"
+        )
+        assert refused("model=toy", f"model._target_={target}")[-1] == Abridged(refusal)
 
     def test_model_without_accuracy_is_refused_as_objective(self):
         options = (f"model._target_={made_task.__name__}.OnlyLoss", "eval.every=5", "objective=held_out_accuracy")
@@ -293,7 +297,7 @@ class TestModelsOfTheUser:
         rule = "forward() of model=OnlyLoss takes targets and returns a loss alone"
         assert line.startswith(f"objective=held_out_accuracy: {rule}; try held_out_loss")
 
-    @pytest.mark.parametrize(("options", "told"), [
+    @pytest.mark.parametrize(("options", "refusal"), [
         (["parallel=fsdp"], "parallel.shard=auto: … FSDP drops what it has gathered; try parallel=ddp"),
         (["parallel=tp", "parallel.tensor=1", "precision=fp16"],
          "precision=fp16: … it has narrow copies of them; try fp32"),
@@ -301,32 +305,32 @@ class TestModelsOfTheUser:
          "activations=recompute: … it runs again in the backward pass; try keep, offload"),
         (["parallel=pdp"], "parallel.pipeline=auto: … each stage runs it for each micro-batch; try parallel=ddp"),
     ])  # fmt: skip
-    def test_weights_changed_in_forward_exclude_options(self, options, told):
+    def test_weights_changed_in_forward_exclude_options(self, options, refusal):
         make(*custom("momentum"), "parallel=ddp", "parallel.optimizer=zero1")
         rule = "the model's forward pass changes weights in place, such as 0.slow.weight, and"
-        assert refused(*custom("momentum"), *options) == [told.replace("…", rule)]
+        assert refused(*custom("momentum"), *options) == [refusal.replace("…", rule)]
 
-    @pytest.mark.parametrize(("options", "told"), [
+    @pytest.mark.parametrize(("options", "refusal"), [
         (["activations=recompute"], "it is applied to calls; try calling layer(x), or keep"),
         (["compile=layers"], "calls are compiled; try calling layer(x), or whole"),
         (["parallel=fsdp"], "FSDP has them in shards then; try calling layer(x), or parallel=ddp"),
     ])  # fmt: skip
-    def test_layers_called_by_another_method_exclude_options(self, options, told):
+    def test_layers_called_by_another_method_exclude_options(self, options, refusal):
         make(*custom("by_method"), "compile=whole", "parallel=ddp")
         (line,) = refused(*custom("by_method"), *options)
-        assert line.endswith(f", such as layers.0.weight, and {told}")
+        assert line.endswith(f", such as layers.0.weight, and {refusal}")
 
-    @pytest.mark.parametrize(("options", "told"), [
+    @pytest.mark.parametrize(("options", "refusal"), [
         (["activations=recompute", "compile=whole"], "a compiled layer runs again on changed ones"),
         (["compile=layers"], "a compiled backward pass may read what it has changed"),
         (["parallel=pdp"], "no stage holds them"),
     ])  # fmt: skip
-    def test_buffers_changed_in_forward_exclude_options(self, options, told):
+    def test_buffers_changed_in_forward_exclude_options(self, options, refusal):
         make(*custom("counts"), "parallel=fsdp", "activations=recompute", "precision=bf16")
         lines = refused(*custom("counts"), *options)
-        assert Abridged(f"…the model's forward pass changes buffers…{told}…") in lines
+        assert Abridged(f"…the model's forward pass changes buffers…{refusal}…") in lines
 
-    @pytest.mark.parametrize(("kind", "options", "told"), [
+    @pytest.mark.parametrize(("kind", "options", "refusal"), [
         ("regularized", ["parallel=fsdp"], "parallel.shard=auto: the model uses weights of a layer while"),
         ("regularized", ["parallel=ddp"], None),
         ("empty", ["parallel=fsdp"], "parallel.shard=2: module.odd is empty, which fully_shard does not "),
@@ -337,15 +341,15 @@ class TestModelsOfTheUser:
         ("random", ["activations=offload"], "activations=offload: module.layers.0.1 draws its noise aft"),
         ("random", ["activations=recompute"], None),
     ])  # fmt: skip
-    def test_odd_parameters_exclude_layouts_and_levers(self, kind, options, told):
+    def test_odd_parameters_exclude_layouts_and_levers(self, kind, options, refusal):
         words = ["model=custom", f"model._target_={__name__}.Odd", f"+model.kind={kind}", *options]
         words += ["data.inputs=8", "data.outputs=8"]
-        assert make(*words) if told is None else refused(*words)[0].startswith(told)
+        assert make(*words) if refusal is None else refused(*words)[0].startswith(refusal)
 
     def test_bounded_embedding_is_accepted_with_recomputation(self):
         make(*custom("Bounded"), "activations=recompute", "parallel=single")
-        (told,) = refused(*custom("Bounded"), "precision=bf16", "parallel=single")
-        assert "changes weights in place, such as rows.weight, and it has narrow copies" in told
+        (refusal,) = refused(*custom("Bounded"), "precision=bf16", "parallel=single")
+        assert "changes weights in place, such as rows.weight, and it has narrow copies" in refusal
 
     def test_missing_model_options_are_named(self):
         found = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_feature=4", *VECTORS)
@@ -482,8 +486,8 @@ class TestVirtual:
         asked = read("model=gpt_13b", "parallel=single", "virtual=a100")
         with pytest.raises(ConfigError, match=r"its GPU has 70\.9 GiB for it \(virtual NVIDIA A100-SXM4-80GB: of 79"):
             run_spec.summarize(asked, None)
-        told = "virtual=h100: …, and torchrun has started these; run it without torchrun"
-        assert refused("virtual=h100", device="auto", world=rank_of(2)) == [Abridged(told)]
+        refusal = "virtual=h100: …, and torchrun has started these; run it without torchrun"
+        assert refused("virtual=h100", device="auto", world=rank_of(2)) == [Abridged(refusal)]
         assert self.made("virtual=h100", world=replace(rank_of(2), launcher="local")).world_size == 2
 
     def test_a_run_on_real_devices_has_nothing_of_it_in_its_configuration(self):
@@ -497,7 +501,9 @@ class TestVirtual:
         monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "sm_100"])
-        told = "virtual=v100: torch 2.14.1+cu130 … 7.0, only for sm_75, sm_80, sm_90, sm_100; try a100, or … CUDA 12.6"
-        assert refused("virtual=v100", device="auto") == [Abridged(told)]
+        refusal = (
+            "virtual=v100: torch 2.14.1+cu130 … 7.0, only for sm_75, sm_80, sm_90, sm_100; try a100, or … CUDA 12.6"
+        )
+        assert refused("virtual=v100", device="auto") == [Abridged(refusal)]
         for name in ("a100", "h100", "h200", "b200"):
             self.made(f"virtual={name}")
