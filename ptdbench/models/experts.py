@@ -184,7 +184,7 @@ class Experts(nn.Module):
         if not len(tokens):  # the kernel's gradient needs a token: give the last expert a row of zeros
             tokens, ends = F.pad(tokens, (0, 0, 0, 1)), (torch.arange(len(counts)) == len(counts) - 1).int()
             return self._grouped(tokens, ends.to(tokens.device))[:0]
-        return self._grouped(tokens, counts.cumsum(0).to(tokens.device, torch.int32))
+        return self._grouped(tokens, counts.cumsum(0).to(torch.int32))
 
     def _grouped(self, tokens: Tensor, ends: Tensor) -> Tensor:
         """Compute all experts by one kernel; ``ends``: the end of each expert's tokens."""

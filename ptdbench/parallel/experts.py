@@ -62,7 +62,7 @@ def parts(model: Model, dims: Dims) -> dict[nn.Parameter, Tensor]:
 def divide(layers: Sequence[nn.Module], mesh: DeviceMesh, *, virtual: bool = False) -> None:
     """Give each rank of ``mesh`` its experts, on the meta device, to compute on the tokens of all ranks.
 
-    ``virtual``: devices return no values, so the other ranks are assumed to send the same as this one.
+    ``virtual``: other ranks may be absent, so all are assumed to send the same as this one.
     """
     for layer in layers:
         spread(layer, mesh, Shard(0), Shard(0))
@@ -79,16 +79,15 @@ def _with_exchange(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: F
 
     def dispatch(tokens: Tensor, counts: Tensor) -> Tensor:
         leaving = counts.unflatten(0, (ranks, -1))
-        with _labeled(DISPATCH):  # counts per rank and local expert; the group communicates on the tokens' device
+        with _labeled(DISPATCH):  # counts per rank and local expert
             arriving = all_to_all_single(leaving.contiguous(), None, None, group)
-        if virtual:  # nothing arrives
+        if virtual:  # nothing arrives from those that are absent
             arriving = leaving[mesh.get_local_rank()].expand_as(leaving)
         sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
         dispatched = _Sent.apply(tokens, received, sent, group, (DISPATCH, COMBINE))
         # Tokens arrive ordered by rank, then expert; reorder them by expert.
         expert = torch.arange(arriving.shape[1], device=arriving.device).repeat(ranks)
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
-        order = order.to(tokens.device)
         places = places_in(order, len(order))
         computed = compute(take(dispatched, order, places), arriving.sum(0))
         if computed.requires_grad:  # count in the backward pass, as a recomputation would count the forward pass twice

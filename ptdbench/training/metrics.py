@@ -174,7 +174,7 @@ def dtype_of(job: Job) -> str:
 
 def experts(job: Job, loop: StepLoop) -> Experts | None:
     """Return the distribution of tokens over experts, ``None`` without experts or steps; called in all ranks."""
-    if job.spec.virtual:  # experts are chosen round-robin, without counts
+    if job.spec.virtual:  # experts take turns, which says nothing of a router
         return None
     of_ranks: list[tuple[dict[str, list[float]], list[float]]] = gather(loop.engine.routed())
     counts = {name: numbers for of_rank, _ in of_ranks for name, numbers in of_rank.items()}

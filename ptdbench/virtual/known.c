@@ -1,8 +1,8 @@
 /* Which values on devices are known: those that were copied there, received, or computed from known ones. All others
  * are what memory held before, and nothing may be decided by them.
  *
- * Known ranges are kept by where they start. A range is forgotten when its memory is released, and when torch allocates or
- * releases a block that begins there. */
+ * Known ranges are kept by where they start. A range is forgotten when its memory is released, and when torch allocates
+ * or releases a block that begins there. */
 #include "virtual.h"
 
 #include <dlfcn.h>
